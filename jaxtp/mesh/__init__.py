@@ -1,0 +1,1 @@
+"""Axis names and sizes, device kinds, and the construction of meshes."""

@@ -1,0 +1,1 @@
+"""Evidence about parameters, and how it becomes a decision."""

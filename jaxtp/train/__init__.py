@@ -1,0 +1,1 @@
+"""The jitted step, input, the loop."""

@@ -1,0 +1,1 @@
+"""Compile options, compiled programs as data, and compiling for GPUs that are not there."""
