@@ -371,6 +371,6 @@ class Problems:
         first = self.found[0]
         if len(self.found) == 1:
             raise first
-        rest = "\n".join(f"  - {str(e)}" for e in self.found[1:11])
+        rest = "\n".join(f"  - {e!s}" for e in self.found[1:11])
         more = f"\n  - and {len(self.found) - 11} more" if len(self.found) > 11 else ""
         raise type(first)(f"{first.what}\n  also:\n{rest}{more}", fix=first.fix, where=first.where)

@@ -1,0 +1,133 @@
+"""MeshShape -> jax meshes. The one place that sets axis types.
+
+Stage in: sizes, or a user's mesh and a plan's shape. Stage out: `jax.sharding.Mesh` with Auto axes.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from jaxtp.errors import BadMesh, IdleDevices
+from jaxtp.mesh.axes import MeshShape
+
+
+def make_mesh(
+    *,
+    tp: int,
+    dp: int = 1,
+    fsdp: int = 1,
+    pp: int = 1,
+    ep: int = 1,
+    devices: Sequence[jax.Device] | None = None,
+) -> Mesh:
+    """A mesh over all devices, `tp` innermost so that it stays inside the NVLink domain.
+
+    Axes of size 1 are left out, except `tp`. All axes are Auto: JAX 0.9 and later default to Explicit, on which an
+    unmodified Flax module raises (DESIGN D7).
+
+    Args:
+        tp: Devices along the tensor axis; -1 for any one axis takes all devices that are left.
+        dp: Replicas.
+        fsdp: Devices over which parameters and batch are split.
+        pp: Pipeline stages.
+        ep: Expert groups.
+        devices: Devices to use; all of them by default.
+
+    Raises:
+        BadMesh: TP010, if a size is illegal or the sizes do not multiply to the device count.
+        IdleDevices: TP011, if devices would be left over; pass `devices=` to mean it.
+    """
+    sizes = {"pp": pp, "dp": dp, "fsdp": fsdp, "ep": ep, "tp": tp}
+    count = len(jax.devices() if devices is None else devices)
+    open_axes = [a for a, n in sizes.items() if n == -1]
+    if len(open_axes) > 1 or any(n < 1 and n != -1 for n in sizes.values()):
+        raise BadMesh(
+            f"sizes {sizes}", fix="sizes are 1 or more; at most one is -1 and takes what is left"
+        )
+    known = math.prod(n for n in sizes.values() if n != -1)
+    if open_axes:
+        if count % known:
+            raise BadMesh(
+                f"{count} devices do not divide by {known} ({sizes})",
+                fix=f"make the product of the other sizes one of {_divisors(count)}",
+            )
+        sizes[open_axes[0]] = count // known
+    total = math.prod(sizes.values())
+    if total > count:
+        raise BadMesh(
+            f"sizes {sizes} need {total} devices, there are {count}",
+            fix="lower a size, or simulate devices: jax.config.update('jax_num_cpu_devices', N)",
+        )
+    if total < count:
+        raise IdleDevices(
+            f"sizes {sizes} use {total} of {count} devices, {count - total} would idle",
+            fix="dp=-1 takes the rest; devices=jax.devices()[:N] means it",
+        )
+    kept = {a: n for a, n in sizes.items() if n > 1 or a == "tp"}
+    return jax.make_mesh(
+        tuple(kept.values()),
+        tuple(kept),
+        axis_types=(AxisType.Auto,) * len(kept),
+        devices=devices,
+    )
+
+
+def plan_mesh(mesh: Any, shape: MeshShape) -> Mesh:
+    """The concrete mesh of a plan: the user's devices in the user's order, Auto axes, tensor axis factored.
+
+    Args:
+        mesh: A jax Mesh with as many devices as `shape`.
+        shape: The plan's mesh shape; its axes refine those of `mesh`.
+
+    Raises:
+        BadMesh: TP010, if `mesh` has no devices or another number of them.
+    """
+    if not isinstance(mesh, Mesh):
+        raise BadMesh(
+            f"a {type(mesh).__name__} has no devices to place arrays on",
+            fix="pass a jax Mesh, e.g. from jaxtp.make_mesh; plans alone need only a shape",
+        )
+    if mesh.devices.size != shape.num_devices:
+        raise BadMesh(
+            f"the mesh has {mesh.devices.size} devices, the plan is for {shape.num_devices} ({shape})",
+            fix="make the plan from this mesh",
+        )
+    devices = mesh.devices.reshape(tuple(size for _, size in shape.sizes))
+    return Mesh(devices, shape.names, axis_types=(AxisType.Auto,) * len(shape.sizes))
+
+
+def abstract_mesh(shape: MeshShape) -> AbstractMesh:
+    """The plan's mesh without devices, for shardings of `ShapeDtypeStruct`s."""
+    return AbstractMesh(
+        tuple(size for _, size in shape.sizes),
+        shape.names,
+        axis_types=(AxisType.Auto,) * len(shape.sizes),
+    )
+
+
+def idle_devices(mesh: Any) -> int:
+    """Devices of this machine's backend that a concrete mesh leaves unused; 0 for shapes."""
+    if not isinstance(mesh, Mesh):
+        return 0
+    platform = mesh.devices.flat[0].platform
+    return len(jax.devices(platform)) - mesh.devices.size
+
+
+def hosts_along(mesh: Any, shape: MeshShape) -> int:
+    """Over how many processes with several devices one tensor-parallel group spreads; 1 for shapes.
+
+    With one process per GPU the node of a device is not visible to JAX, so those count as one.
+    """
+    if not isinstance(mesh, Mesh) or jax.local_device_count() == 1:
+        return 1
+    names = list(mesh.axis_names)
+    order = [i for i, n in enumerate(names) if n != shape.tp_name] + [names.index(shape.tp_name)]
+    first_group = mesh.devices.transpose(order).reshape(-1, shape.tp_size)[0]
+    return len({d.process_index for d in first_group})
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]

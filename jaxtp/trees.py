@@ -1,0 +1,209 @@
+"""Any Flax tree <-> `{path: Param}`, and specs in one canonical spelling.
+
+Stage in: a Linen dict, an `nnx.Module`, an `nnx.State`, a `TrainState`, optax state, or any pytree of arrays or
+`jax.ShapeDtypeStruct`. Stage out: paths with shapes, and functions that rebuild a tree of the same structure.
+
+Flax is never imported here. Its classes are recognised by what they offer, and only an `nnx` object needs Flax
+itself, which is then already loaded.
+"""
+
+import dataclasses
+import math
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jax.tree_util import GetAttrKey, KeyEntry, keystr
+
+from jaxtp.errors import BadSpec, BadTree
+
+PyTree = Any
+Spec = tuple[tuple[str, ...], ...]
+"""One tuple of mesh axes per array dim, major to minor; `()` means "not split"."""
+
+Annotation = tuple[str | tuple[str, ...] | None, ...]
+"""Axis names as an author wrote them on a parameter, mesh axes or logical names."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Param:
+    """One array of a tree, without its data.
+
+    Attributes:
+        path: "/"-joined path from the root, e.g. "layers/3/attn/q_proj/kernel".
+        shape: Global shape in elements.
+        dtype: NumPy name of the dtype, or e.g. "key<fry>" for typed random keys.
+        annotation: Names that Linen boxes or NNX metadata put on the dims; None without.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    annotation: Annotation | None = None
+
+    @property
+    def size(self) -> int:
+        """Number of elements, global."""
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole array, global."""
+        return self.size * itemsize(self.dtype)
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of one element; typed random keys count as two 32-bit words (threefry's key)."""
+    return 8 if dtype.startswith("key<") else jnp.dtype(dtype).itemsize
+
+
+def spell(path: tuple[KeyEntry, ...]) -> str:
+    """The "/"-joined spelling of a JAX key path, without the `value` of a Flax box.
+
+    >>> spell((GetAttrKey("kernel"), GetAttrKey("value")))
+    'kernel'
+    """
+    if len(path) > 1 and isinstance(path[-1], GetAttrKey) and path[-1].name == "value":
+        path = path[:-1]
+    return keystr(path, simple=True, separator="/")
+
+
+def _is_box(node: object) -> bool:
+    """Whether a node is a Linen `Partitioned`-like box or an NNX `Variable`."""
+    return hasattr(node, "unbox") or hasattr(node, "get_metadata")
+
+
+def _annotation(box: Any) -> Annotation | None:
+    """Names on a box's dims, or None. NNX renamed the field twice; all spellings are read."""
+    if hasattr(box, "get_metadata"):
+        meta = box.get_metadata()
+        names = next(
+            (meta[k] for k in ("out_sharding", "sharding_names", "sharding") if meta.get(k)), None
+        )
+    else:
+        names = getattr(box, "names", None)
+    if names is None or not isinstance(names, tuple):
+        return None
+    return tuple(tuple(n) if isinstance(n, list) else n for n in names)
+
+
+def as_pytree(tree: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
+    """A plain pytree for `tree`, and the function that turns such a pytree back.
+
+    An NNX module is a graph: flattening it directly would write a shared (tied) variable twice and untie it
+    on the way back, so it goes through `nnx.split`.
+    """
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is not None and isinstance(tree, nnx.Module | nnx.Optimizer):
+        graphdef, state = nnx.split(tree)
+        return state, lambda new: nnx.merge(graphdef, new)
+    return tree, lambda new: new
+
+
+def leaves(tree: PyTree) -> list[tuple[str, Any]]:
+    """`(path, leaf)` pairs in JAX's flattening order.
+
+    Raises:
+        BadTree: TP046, if two leaves share a spelling, which an override or a plan could not tell apart.
+    """
+    flat = [
+        (spell(p), leaf) for p, leaf in jax.tree_util.tree_flatten_with_path(as_pytree(tree)[0])[0]
+    ]
+    seen: set[str] = set()
+    for path, _ in flat:
+        if path in seen:
+            raise BadTree(
+                "two leaves have the same path; a key contains '/'?",
+                where=path,
+                fix="rename one of the keys so that '/'-joined paths are unique",
+            )
+        seen.add(path)
+    return flat
+
+
+def flatten(tree: PyTree) -> dict[str, Param]:
+    """Every array of a tree as a `Param`, by path; scalars such as a step counter included.
+
+    Raises:
+        BadTree: TP046, if the tree is empty or a leaf is not an array.
+    """
+    plain, _ = as_pytree(tree)
+    boxes = jax.tree_util.tree_flatten_with_path(plain, is_leaf=_is_box)[0]
+    named = {spell(p): _annotation(box) for p, box in boxes if _is_box(box)}
+    params: dict[str, Param] = {}
+    for path, leaf in leaves(plain):
+        shape, dtype = shape_dtype(leaf, path)
+        names = named.get(path)
+        params[path] = Param(
+            path, shape, dtype, names if names and len(names) <= len(shape) else None
+        )
+    if not params:
+        raise BadTree("the tree has no arrays", fix="pass the initialised parameters")
+    return params
+
+
+def shape_dtype(leaf: Any, path: str = "") -> tuple[tuple[int, ...], str]:
+    """Global shape (elements) and dtype name of an array, a struct or a Python number.
+
+    Raises:
+        BadTree: TP046, for anything else.
+    """
+    if isinstance(leaf, bool | int | float | complex):
+        return (), str(jnp.result_type(leaf))
+    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+        raise BadTree(
+            f"a leaf of type {type(leaf).__name__} is not an array",
+            where=path,
+            fix="pass arrays, jax.ShapeDtypeStruct or numbers; drop strings and functions",
+        )
+    return tuple(int(n) for n in leaf.shape), str(leaf.dtype)
+
+
+def map_with_path(fn: Callable[[str, Any], Any], tree: PyTree) -> PyTree:
+    """`fn(path, leaf)` on every leaf; the result has the structure and the type of `tree`."""
+    plain, rebuild = as_pytree(tree)
+    return rebuild(jax.tree_util.tree_map_with_path(lambda p, leaf: fn(spell(p), leaf), plain))
+
+
+def canonical(spec: PartitionSpec | Iterable[Any], rank: int, where: str = "") -> Spec:
+    """A PartitionSpec with one tuple of axes per dim, so that equal specs compare equal.
+
+    JAX itself treats `P("tp")` and `P("tp", None)` as different.
+
+    Raises:
+        BadSpec: TP044, if there are more entries than dims or an axis appears twice.
+
+    >>> canonical(PartitionSpec(None, "tp"), 3)
+    ((), ('tp',), ())
+    """
+    entries = tuple(spec)
+    if len(entries) > rank:
+        raise BadSpec(
+            f"spec {spec} has {len(entries)} entries for an array of {rank} dims",
+            where=where,
+            fix=f"at most {rank} entries",
+        )
+    dims = tuple(() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries)
+    used = [axis for axes in dims for axis in axes]
+    if len(used) != len(set(used)):
+        raise BadSpec(
+            f"spec {spec} uses a mesh axis twice",
+            where=where,
+            fix="each axis at most once per array",
+        )
+    return dims + ((),) * (rank - len(dims))
+
+
+def partition_spec(spec: Spec) -> PartitionSpec:
+    """The PartitionSpec of a canonical spec, without trailing Nones; `P()` for a whole array.
+
+    >>> partition_spec(((), ("tp",), ()))
+    PartitionSpec(None, 'tp')
+    """
+    entries = [None if not axes else axes[0] if len(axes) == 1 else axes for axes in spec]
+    while entries and entries[-1] is None:
+        entries.pop()
+    return PartitionSpec(*entries)
