@@ -2,10 +2,10 @@
 
 Stage in: nothing. Stage out: the exception classes every other module raises.
 
-A message always says what is wrong with which numbers, where (a parameter path, a config key, a file), and
-what would work. `jaxtp errors TP003` prints a class's docstring; codes are grouped in bands:
-001-009 AutoTP's own, 010-019 mesh, 020-039 config, 040-069 plan, 070-089 apply, 090-109 files,
-110-129 compiler, 130-149 training and command line.
+A message always says what is wrong with which numbers, where (a parameter path, a config key, a
+file), and what would work. `jaxtp errors TP003` prints a class's docstring; codes are grouped in
+bands: 001-009 AutoTP's own, 010-019 mesh, 020-039 config, 040-069 plan, 070-089 apply, 090-109
+files, 110-129 compiler, 130-149 training and command line.
 """
 
 import inspect
@@ -51,8 +51,8 @@ class ConflictingDecisions(JaxtpError, ValueError):
     """Two sources of equal strength want different things for one parameter.
 
     Why it matters: choosing silently would give right numbers and a slow program.
-    Example: a layer-norm scale that one rule calls "norm" and an override splits, or two overrides that match
-    one path with different specs.
+    Example: a layer-norm scale that one rule calls "norm" and an override splits, or two overrides
+    that match one path with different specs.
     Fix: keep one of the two, or add an override, which outranks every other source.
     """
 
@@ -63,8 +63,9 @@ class CommunicationTimeout(JaxtpError, TimeoutError):
     """A peer did not take part in a collective, a barrier or start-up in time.
 
     Why it matters: JAX itself waits for ever, at full GPU load and without a log line.
-    Fix: look for the process that the message names; set NCCL_DEBUG=WARN and NCCL_DEBUG_SUBSYS=INIT,NET,COLL
-    on every process; restart the job, because the device queue of the waiting processes stays blocked.
+    Fix: look for the process that the message names; set NCCL_DEBUG=WARN and
+    NCCL_DEBUG_SUBSYS=INIT,NET,COLL on every process; restart the job, because the device queue of
+    the waiting processes stays blocked.
     """
 
     code = "TP002"
@@ -73,7 +74,8 @@ class CommunicationTimeout(JaxtpError, TimeoutError):
 class SizeMismatch(JaxtpError, ValueError):
     """A size does not match, or does not divide over the mesh axes it is placed on.
 
-    Why it matters: JAX reports the same mistake later, from inside a compiled call, without the parameter's path.
+    Why it matters: JAX reports the same mistake later, from inside a compiled call, without the
+    parameter's path.
     Example: vocab 32001 on tp=2; a hidden size that the tensor-parallel size does not divide.
     Fix: use one of the sizes that the message lists, or let jaxtp choose the spec.
     """
@@ -82,7 +84,7 @@ class SizeMismatch(JaxtpError, ValueError):
 
 
 class BadMesh(JaxtpError, ValueError):
-    """The mesh cannot be built: an unknown axis, a size below one, or a product that is not the device count.
+    """The mesh cannot be built: an unknown axis, or sizes that do not multiply to the devices.
 
     Fix: `jaxtp.make_mesh(tp=4, dp=-1)`; one axis may be -1 and takes what is left.
     """
@@ -146,8 +148,8 @@ class HeadsNotDivisible(JaxtpError, ValueError):
     """A group's units do not divide over the tensor axis, and the policy is `error`.
 
     Why it matters: a head that lies on two devices needs a gather in every attention product.
-    Example: 6 kv heads on tp=4. Use tp=2, 3 or 6, or the `factor` policy, which splits attention 2-way and
-    everything else 4-way.
+    Example: 6 kv heads on tp=4. Use tp=2, 3 or 6, or the `factor` policy, which splits attention
+    2-way and everything else 4-way.
     """
 
     code = "TP041"
@@ -156,8 +158,8 @@ class HeadsNotDivisible(JaxtpError, ValueError):
 class NothingSharded(JaxtpError, ValueError):
     """No parameter landed on the tensor axis, so its devices would all do the same work.
 
-    Fix: give the model's sizes (`heads=`, or `config=`), add overrides, or use tp=1. A model of convolutions
-    only has nothing to shard with tensor parallelism: use dp or fsdp.
+    Fix: give the model's sizes (`heads=`, or `config=`), add overrides, or use tp=1. A model of
+    convolutions only has nothing to shard with tensor parallelism: use dp or fsdp.
     """
 
     code = "TP042"
@@ -166,15 +168,15 @@ class NothingSharded(JaxtpError, ValueError):
 class ReplicatedTooMuch(JaxtpError, ValueError):
     """Matrices that stay whole on every device take more bytes than the budget allows.
 
-    Fix: the message lists the largest with the reason for each; give sizes or overrides for them, or raise
-    `replicated_budget`.
+    Fix: the message lists the largest with the reason for each; give sizes or overrides for them,
+    or raise `replicated_budget`.
     """
 
     code = "TP043"
 
 
 class BadSpec(JaxtpError, ValueError):
-    """A PartitionSpec cannot apply to its array: too many entries, an unknown axis, or an axis used twice.
+    """A PartitionSpec cannot apply: too many entries, an unknown axis, or an axis used twice.
 
     Fix: one entry per dimension, axes of this mesh only, each at most once.
     """
@@ -194,8 +196,8 @@ class PlanMismatch(JaxtpError, ValueError):
 class BadTree(JaxtpError, TypeError):
     """A value is not a tree of arrays that jaxtp can read.
 
-    Fix: pass a Linen `params` dict, an `nnx.Module`, an `nnx.State`, a `TrainState` or a tree of arrays or
-    `jax.ShapeDtypeStruct`.
+    Fix: pass a Linen `params` dict, an `nnx.Module`, an `nnx.State`, a `TrainState` or a tree of
+    arrays or `jax.ShapeDtypeStruct`.
     """
 
     code = "TP046"
@@ -213,8 +215,8 @@ class StateNotPlaced(JaxtpError, ValueError):
 class ParityFailed(JaxtpError, AssertionError):
     """Sharded and unsharded runs of the same function differ by more than the tolerance.
 
-    Fix: look at the first path in the message; a function that reads `jax.devices()` or draws random numbers
-    from a global generator is the usual cause.
+    Fix: look at the first path in the message; a function that reads `jax.devices()` or draws
+    random numbers from a global generator is the usual cause.
     """
 
     code = "TP071"
@@ -253,8 +255,10 @@ class BadOption(JaxtpError, ValueError):
 class CompilerCrashed(JaxtpError, RuntimeError):
     """The GPU compiler stopped its process instead of raising.
 
-    Why it happens: XLA aborts on internal checks; preflight compiles in a subprocess so that yours survives.
-    Fix: the message carries the last lines of the log; `overlap="off"` avoids the structures that crash most.
+    Why it happens: XLA aborts on internal checks; preflight compiles in a subprocess so that yours
+    survives.
+    Fix: the message carries the last lines of the log; `overlap="off"` avoids the structures that
+    crash most.
     """
 
     code = "TP111"
@@ -272,7 +276,8 @@ class CompilerTimeout(JaxtpError, TimeoutError):
 class GpuPluginMissing(JaxtpError, ImportError):
     """The GPU compiler is not installed.
 
-    Fix: `pip install --no-deps jax-cuda12-plugin==VERSION jax-cuda12-pjrt==VERSION`, with the version of jax.
+    Fix: `pip install --no-deps jax-cuda12-plugin==VERSION jax-cuda12-pjrt==VERSION`, with the
+    version of jax.
     """
 
     code = "TP113"
@@ -281,7 +286,8 @@ class GpuPluginMissing(JaxtpError, ImportError):
 class DoesNotFit(JaxtpError, MemoryError):
     """The compiled step needs more memory per GPU than the card has.
 
-    Fix: the message says by how much and which of tp, fsdp, batch, remat or donation would close the gap.
+    Fix: the message says by how much and which of tp, fsdp, batch, remat or donation would close
+    the gap.
     """
 
     code = "TP114"
@@ -355,17 +361,19 @@ def join(items: Iterable[object], limit: int = 8) -> str:
 class Problems:
     """Collects every problem of one input, so that a user fixes them in one round.
 
-    `raise_any` raises nothing when empty, the error itself when there is one, and otherwise an error of the
-    first one's class whose text lists all of them.
+    `raise_any` raises nothing when empty, the error itself when there is one, and otherwise an
+    error of the first one's class whose text lists all of them.
     """
 
     def __init__(self) -> None:
         self.found: list[JaxtpError] = []
 
     def add(self, error: JaxtpError) -> None:
+        """Keeps one problem for `raise_any`."""
         self.found.append(error)
 
     def raise_any(self) -> None:
+        """Raises what was collected; returns when nothing was."""
         if not self.found:
             return
         first = self.found[0]

@@ -1,7 +1,7 @@
 """A plan: every decision about every parameter, as data.
 
-Stage in: decisions from the planner, or JSON. Stage out: text, JSON, PartitionSpecs, differences. No device is
-touched; a plan for 16,384 GPUs is as ordinary as one for a laptop.
+Stage in: decisions from the planner, or JSON. Stage out: text, JSON, PartitionSpecs, differences.
+No device is touched; a plan for 16,384 GPUs is as ordinary as one for a laptop.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from jaxtp.errors import PlanMismatch
 from jaxtp.mesh.axes import MeshShape
-from jaxtp.trees import PyTree, Spec, itemsize, map_with_path, partition_spec
+from jaxtp.trees import PyTree, Spec, itemsize, map_with_path, partition_spec, spec_text
 
 FORMAT = 1
 """Version of the JSON form; readers refuse newer ones."""
@@ -159,7 +159,7 @@ class Plan:
         d = self[path]
         lines = [
             f"{d.path}  {d.dtype}{list(d.shape)}",
-            f"  spec     {d.partition_spec} on {self.mesh}",
+            f"  spec     {spec_text(d.spec)} on {self.mesh}",
             f"  role     {d.role}" + (f", decided with group {d.group!r}" if d.group else ""),
             f"  bytes    {d.num_bytes:,} in all, {d.bytes_per_device(self.mesh):,} per device",
             *(f"  because  {reason}" for reason in d.reasons),
@@ -173,8 +173,8 @@ class Plan:
         lines = [] if self.mesh == other.mesh else [f"mesh: {self.mesh} -> {other.mesh}"]
         for path in dict.fromkeys((*self.params, *other.params)):
             a, b = self.params.get(path), other.params.get(path)
-            before = "absent" if a is None else f"{a.partition_spec}"
-            after = "absent" if b is None else f"{b.partition_spec}"
+            before = "absent" if a is None else spec_text(a.spec)
+            after = "absent" if b is None else spec_text(b.spec)
             if before != after:
                 why = "" if b is None else f"  ({b.reasons[-1]})"
                 lines.append(f"{path}: {before} -> {after}{why}")
@@ -197,7 +197,7 @@ class Plan:
             name = path if count == 1 else f"{path} (x{count})"
             reason = d.fallback or d.reasons[-1]
             shape = "x".join(map(str, d.shape)) or "scalar"
-            rows.append((name, shape, str(d.partition_spec)[13:], d.role, f"{size:,.3f}", reason))
+            rows.append((name, shape, spec_text(d.spec), d.role, f"{size:,.3f}", reason))
         widths = [max(len(r[i]) for r in rows) for i in range(5)]
         lines = [
             "  ".join((*(c.ljust(w) for c, w in zip(r[:5], widths, strict=True)), r[5])).rstrip()
@@ -236,7 +236,8 @@ class Plan:
             return cls(
                 mesh=MeshShape(**mesh),
                 decisions=decisions,
-                **{**data, "notes": tuple(data["notes"])},
+                notes=tuple(data.pop("notes")),
+                **data,
             )
         except (KeyError, TypeError, ValueError, AttributeError) as err:
             if isinstance(err, PlanMismatch):

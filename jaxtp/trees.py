@@ -1,10 +1,11 @@
 """Any Flax tree <-> `{path: Param}`, and specs in one canonical spelling.
 
-Stage in: a Linen dict, an `nnx.Module`, an `nnx.State`, a `TrainState`, optax state, or any pytree of arrays or
-`jax.ShapeDtypeStruct`. Stage out: paths with shapes, and functions that rebuild a tree of the same structure.
+Stage in: a Linen dict, an `nnx.Module`, an `nnx.State`, a `TrainState`, optax state, or any pytree
+of arrays or `jax.ShapeDtypeStruct`. Stage out: paths with shapes, and functions that rebuild a tree
+of the same structure.
 
-Flax is never imported here. Its classes are recognised by what they offer, and only an `nnx` object needs Flax
-itself, which is then already loaded.
+Flax is never imported here. Its classes are recognised by what they offer, and only an `nnx` object
+needs Flax itself, which is then already loaded.
 """
 
 import dataclasses
@@ -93,8 +94,8 @@ def _annotation(box: Any) -> Annotation | None:
 def as_pytree(tree: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
     """A plain pytree for `tree`, and the function that turns such a pytree back.
 
-    An NNX module is a graph: flattening it directly would write a shared (tied) variable twice and untie it
-    on the way back, so it goes through `nnx.split`.
+    An NNX module is a graph: flattening it directly would write a shared (tied) variable twice and
+    untie it on the way back, so it goes through `nnx.split`.
     """
     nnx = sys.modules.get("flax.nnx")
     if nnx is not None and isinstance(tree, nnx.Module | nnx.Optimizer):
@@ -107,7 +108,8 @@ def leaves(tree: PyTree) -> list[tuple[str, Any]]:
     """`(path, leaf)` pairs in JAX's flattening order.
 
     Raises:
-        BadTree: TP046, if two leaves share a spelling, which an override or a plan could not tell apart.
+        BadTree: TP046, if two leaves share a spelling, which an override or a plan could not tell
+            apart.
     """
     flat = [
         (spell(p), leaf) for p, leaf in jax.tree_util.tree_flatten_with_path(as_pytree(tree)[0])[0]
@@ -200,10 +202,19 @@ def canonical(spec: PartitionSpec | Iterable[Any], rank: int, where: str = "") -
 def partition_spec(spec: Spec) -> PartitionSpec:
     """The PartitionSpec of a canonical spec, without trailing Nones; `P()` for a whole array.
 
-    >>> partition_spec(((), ("tp",), ()))
-    PartitionSpec(None, 'tp')
+    >>> partition_spec(((), ("tp",), ())) == PartitionSpec(None, "tp")
+    True
     """
     entries = [None if not axes else axes[0] if len(axes) == 1 else axes for axes in spec]
     while entries and entries[-1] is None:
         entries.pop()
     return PartitionSpec(*entries)
+
+
+def spec_text(spec: Spec) -> str:
+    """A spec for tables and messages, the same under every JAX version.
+
+    >>> spec_text(((), ("tp_0", "tp_1"), ()))
+    'P(-, tp_0+tp_1, -)'
+    """
+    return f"P({', '.join('+'.join(axes) or '-' for axes in spec)})" if any(spec) else "P()"

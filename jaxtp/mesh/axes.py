@@ -61,7 +61,8 @@ class MeshShape:
 
         Raises:
             NoTensorAxis: TP013, if no axis of the mesh is the tensor axis.
-            BadMesh: TP010, if `axis_names` names an axis that the mesh does not have, or a size is below 1.
+            BadMesh: TP010, if `axis_names` names an axis that the mesh does not have, or a size is
+                below 1.
         """
         if isinstance(mesh, MeshShape):
             return mesh
@@ -74,16 +75,17 @@ class MeshShape:
             )
         if missing := sorted(v for v in names.values() if v not in sizes):
             raise BadMesh(
-                f"axis_names points at {join(missing)}, but the mesh has {join(sizes) or 'no axes'}",
+                f"axis_names points at {join(missing)}, the mesh has {join(sizes) or 'no axes'}",
                 fix="values of axis_names are axes of the mesh",
             )
         if bad := {k: v for k, v in sizes.items() if v < 1}:
             raise BadMesh(f"sizes below 1: {bad}", fix="every axis has at least one device")
         found = {a: names.get(a, a.value if a in sizes else "") for a in Axis}
         if not found[Axis.TP]:
+            last = next(reversed(sizes), "model")
             raise NoTensorAxis(
                 f"the mesh has axes {dict(sizes)} and none is called 'tp'",
-                fix=f'axis_names={{"tp": "{next(reversed(sizes), "model")}"}}, or jaxtp.make_mesh(tp=...)',
+                fix=f'axis_names={{"tp": "{last}"}}, or jaxtp.make_mesh(tp=...)',
             )
         tp = found.pop(Axis.TP)
         rest = {a.value: name for a, name in found.items()}
@@ -133,7 +135,8 @@ class MeshShape:
         """The widest prefix of the tensor axis that keeps these units whole; `()` if none does.
 
         Args:
-            units: Counts of indivisible pieces, major to minor, e.g. (kv heads, query heads per kv head).
+            units: Counts of indivisible pieces, major to minor, e.g. (kv heads, query heads per kv
+                head).
         """
         return next(p for p in self.prefixes() if splits(units, self.ways(p)))
 
@@ -149,7 +152,8 @@ class MeshShape:
         >>> str(MeshShape((("dp", 2), ("tp", 8))).factored((4, 2)))
         'dp=2 x tp_0=4 x tp_1=2'
         """
-        assert len(self.tp) == 1 and math.prod(factors) == self.tp_size
+        assert len(self.tp) == 1
+        assert math.prod(factors) == self.tp_size
         if len(factors) == 1:
             return self
         parts = tuple((f"{self.tp_name}_{i}", f) for i, f in enumerate(factors))
@@ -162,10 +166,10 @@ class MeshShape:
 def splits(units: Sequence[int], ways: int) -> bool:
     """Whether cutting a dim `ways` ways keeps its units whole on one device each.
 
-    The units are read as a mixed-radix number, major to minor: a cut may go into a minor factor only where the
-    factor before it is already cut into single pieces. With (4 kv heads, 8 query heads each) an 8-way cut puts one
-    kv head with half of its query heads on each device; with (10, 4) a 4-way cut would leave a kv head's query
-    heads on two devices that hold different kv heads.
+    The units are read as a mixed-radix number, major to minor: a cut may go into a minor factor
+    only where the factor before it is already cut into single pieces. With (4 kv heads, 8 query
+    heads each) an 8-way cut puts one kv head with half of its query heads on each device; with (10,
+    4) a 4-way cut would leave a kv head's query heads on two devices that hold different kv heads.
 
     >>> splits((4, 8), 8), splits((10, 4), 4), splits((10, 4), 2)
     (True, False, True)

@@ -21,12 +21,12 @@ def make_mesh(
     fsdp: int = 1,
     pp: int = 1,
     ep: int = 1,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[Any] | None = None,
 ) -> Mesh:
     """A mesh over all devices, `tp` innermost so that it stays inside the NVLink domain.
 
-    Axes of size 1 are left out, except `tp`. All axes are Auto: JAX 0.9 and later default to Explicit, on which an
-    unmodified Flax module raises (DESIGN D7).
+    Axes of size 1 are left out, except `tp`. All axes are Auto: JAX 0.9 and later default to
+    Explicit, on which an unmodified Flax module raises (DESIGN D7).
 
     Args:
         tp: Devices along the tensor axis; -1 for any one axis takes all devices that are left.
@@ -76,7 +76,7 @@ def make_mesh(
 
 
 def plan_mesh(mesh: Any, shape: MeshShape) -> Mesh:
-    """The concrete mesh of a plan: the user's devices in the user's order, Auto axes, tensor axis factored.
+    """The concrete mesh of a plan: the user's devices and order, Auto axes, factored tensor axis.
 
     Args:
         mesh: A jax Mesh with as many devices as `shape`.
@@ -92,7 +92,7 @@ def plan_mesh(mesh: Any, shape: MeshShape) -> Mesh:
         )
     if mesh.devices.size != shape.num_devices:
         raise BadMesh(
-            f"the mesh has {mesh.devices.size} devices, the plan is for {shape.num_devices} ({shape})",
+            f"the mesh has {mesh.devices.size} devices, the plan {shape.num_devices} ({shape})",
             fix="make the plan from this mesh",
         )
     devices = mesh.devices.reshape(tuple(size for _, size in shape.sizes))
