@@ -1,0 +1,141 @@
+"""Where activations lie on the mesh: models name a value, the active plan says which axes cut it.
+
+Stage in: a plan, the jax Mesh that it is applied on, and arrays named by a model. Stage out: the same arrays
+with sharding constraints for XLA's partitioner. Without an active plan nothing happens, so one model file
+serves one device and ten thousand.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxtp.errors import SizeMismatch, UnknownActivation, join
+from jaxtp.mesh.axes import MeshShape
+
+WHOLE, BATCH, SEQUENCE, UNITS = "whole", "batch", "sequence", "units"
+"""What a dim of an activation is: never cut; cut over the batch axes; cut over the tensor axes in the regions that
+sequence parallelism covers; cut over the tensor axes in whole units."""
+
+ACTIVATIONS: dict[str, tuple[str, ...]] = {
+    "tokens": (BATCH, WHOLE),
+    # Between blocks every tensor-parallel device holds the same residual stream; sequence parallelism cuts it.
+    "residual": (BATCH, SEQUENCE, WHOLE),
+    # The normed input of a column product is whole again. Left to propagation, sequence parallelism gains four
+    # all-gathers and five all-to-alls a layer in the backward pass of the compiled GPU program.
+    "block_input": (BATCH, WHOLE, WHOLE),
+    "heads": (BATCH, WHOLE, UNITS, WHOLE),
+    "kv_heads": (BATCH, WHOLE, UNITS, WHOLE),
+    "mlp": (BATCH, WHOLE, UNITS),
+    "logits": (BATCH, WHOLE, UNITS),
+}
+"""Activation name -> what each of its dims is."""
+
+
+class ActivationPlan(Protocol):
+    """The part of a `jaxtp.plan.Plan` that activations need."""
+
+    @property
+    def mesh(self) -> MeshShape:
+        """Axis sizes, with the tensor axis factored as the parameters need it."""
+        ...
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Whether the residual stream is cut along the sequence over the tensor axes."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Active:
+    """What `constrain` needs: small and hashable, because it becomes part of the key of every jit cache."""
+
+    shape: MeshShape
+    sequence_parallel: bool
+    mesh: Mesh
+
+
+# The one ambient value of jaxtp. A ContextVar would be invisible to jit: a function traced outside of a plan
+# would run without its constraints inside, from the cache, and the other way round.
+_active = jax.make_user_context(None)
+
+
+@contextlib.contextmanager
+def use_plan(plan: ActivationPlan, mesh: Mesh) -> Iterator[None]:
+    """Makes `constrain` effective inside the block; blocks nest, the innermost counts.
+
+    Functions jitted by the caller are traced again when the plan in force changes, and found in jit's cache when
+    an equal one is in force again.
+
+    Args:
+        plan: The plan whose mesh shape (tensor axis factored) and sequence parallelism apply.
+        mesh: A jax Mesh with Auto axes of exactly the names and sizes of `plan.mesh`.
+
+    Raises:
+        SizeMismatch: TP003, if the two meshes differ.
+    """
+    if tuple(mesh.shape.items()) != plan.mesh.sizes:
+        raise SizeMismatch(
+            f"the plan is for the mesh {plan.mesh}, the devices form {MeshShape.of(mesh)}",
+            fix="apply the plan on its own mesh, or make the plan for this one",
+        )
+    with _active(_Active(plan.mesh, plan.sequence_parallel, mesh)):
+        yield
+
+
+def constrain(x: jax.Array, name: str, units: Sequence[int] | None = None) -> jax.Array:
+    """Returns `x` laid out as the active plan wants the activation `name`; `x` itself when no plan is active.
+
+    Args:
+        x: An array with one dim per entry of `ACTIVATIONS[name]`.
+        name: A key of `ACTIVATIONS`.
+        units: Indivisible pieces of the dim that the tensor axes cut, major to minor, e.g. (kv heads, query heads
+            per kv head) for "heads"; default: every element of the dim is one.
+
+    Raises:
+        UnknownActivation: TP072, if the table has no such name; also when no plan is active, so that a misspelt
+            name fails on one device.
+        SizeMismatch: TP003, if `x` has another number of dims.
+    """
+    dims = ACTIVATIONS.get(name)
+    if dims is None:
+        raise UnknownActivation(
+            f"no activation is called {name!r}", fix=f"known names: {join(ACTIVATIONS, limit=20)}"
+        )
+    if len(dims) != x.ndim:
+        raise SizeMismatch(
+            f"{x.ndim} dims {x.shape} where the activation has {len(dims)}: {join(dims)}",
+            where=name,
+            fix="pass the value with its batch dim, and without dims added by hand; vmap adds its own",
+        )
+    active: _Active | None = _active.value
+    if active is None:
+        return x
+    entries = (_entry(active, dim, size, units) for dim, size in zip(dims, x.shape, strict=True))
+    return jax.lax.with_sharding_constraint(
+        x, NamedSharding(_mesh_here(active.mesh), PartitionSpec(*entries))
+    )
+
+
+def _entry(active: _Active, dim: str, size: int, units: Sequence[int] | None) -> object:
+    """The PartitionSpec entry of one dim of `size` elements."""
+    axes = {
+        WHOLE: (),
+        BATCH: active.shape.batch,
+        SEQUENCE: active.shape.tp if active.sequence_parallel else (),
+        UNITS: active.shape.fit(units or (size,)),
+    }[dim]
+    if not axes:
+        return None
+    # Inside jit an uneven constraint does not raise: XLA replicates the whole array, quietly. No constraint on
+    # that dim is better; a batch of one prompt on two data-parallel devices is the everyday case.
+    return PartitionSpec.UNCONSTRAINED if size % active.shape.ways(axes) else axes
+
+
+def _mesh_here(mesh: Mesh) -> Mesh | jax.sharding.AbstractMesh:
+    """`mesh`, or what is left of it inside a `shard_map` over some of its axes (pipeline stages)."""
+    here = jax.sharding.get_abstract_mesh()
+    return here if here.manual_axes else mesh

@@ -1,0 +1,208 @@
+"""The GPT-2 family: learned positions, LayerNorm, GELU, biases everywhere, the embedding as the head; GPT-3 too.
+
+Stage in: `GPTConfig` and random keys, then token ids. Stage out: logits. The architecture and the names of its
+activations, nothing else: see `jaxtp.models.layers` for the shape suffixes. No dropout.
+
+The fused query/key/value kernel is stored (embed, 3, heads, head_dim), not (embed, 3 x heads x head_dim) as in the
+published checkpoints: a contiguous cut of the flat form gives one device all of q and another all of v, and costs 9
+to 14 permutes to undo, while here the heads dim is an ordinary column. The numbers and their order are the same.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxtp.activations import constrain
+from jaxtp.errors import SizeMismatch
+from jaxtp.models.layers import (
+    DecoderConfig,
+    add_block,
+    attend,
+    default_positions,
+    mask_padding,
+    residual_init,
+    scan_layers,
+    stack_layers,
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class GPTConfig(DecoderConfig):
+    """Sizes and options of one GPT-2-like model.
+
+    Raises:
+        SizeMismatch: TP003, if the hidden size does not divide by the heads.
+    """
+
+    max_position_embeddings: int
+    """Rows of the position table: the longest sequence, in tokens."""
+
+    layer_norm_epsilon: float = 1e-5
+    """Added to the variance before its root."""
+
+    def __post_init__(self) -> None:
+        # Not super(): a slotted dataclass is a second class object, and the closure cell names the first one.
+        DecoderConfig.__post_init__(self)
+        if self.hidden_size % self.num_attention_heads:
+            raise SizeMismatch(
+                f"hidden size {self.hidden_size} does not divide by {self.num_attention_heads} heads",
+                where="num_attention_heads",
+                fix="use a divisor of hidden_size",
+            )
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one head."""
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def num_key_value_heads(self) -> int:
+        """Number of key/value heads: one for each query head."""
+        return self.num_attention_heads
+
+    @property
+    def intermediate_size(self) -> int:
+        """Width of the MLP: four times the hidden size."""
+        return 4 * self.hidden_size
+
+
+class Attention(nnx.Module):
+    """Multi-head attention; kernels are (embed, 3, heads, head_dim) and (heads, head_dim, embed)."""
+
+    def __init__(self, config: GPTConfig, rngs: nnx.Rngs) -> None:
+        types = _types(config)
+        heads = (config.num_attention_heads, config.head_dim)
+        self.config = config
+        self.c_attn = nnx.LinearGeneral(config.hidden_size, (3, *heads), rngs=rngs, **types)
+        self.c_proj = nnx.LinearGeneral(
+            heads,
+            config.hidden_size,
+            axis=(-2, -1),
+            kernel_init=residual_init(config.num_hidden_layers),
+            rngs=rngs,
+            **types,
+        )
+
+    def __call__(self, h_BTD: jax.Array, segment_ids_BT: jax.Array | None) -> jax.Array:
+        """Attention over earlier tokens of the same segment, (batch, tokens, hidden size)."""
+        qkv_BT3NH = self.c_attn(h_BTD)
+        q_BTNH, k_BTNH, v_BTNH = (qkv_BT3NH[:, :, i] for i in range(3))
+        implementation = self.config.attention_implementation
+        return self.c_proj(attend(q_BTNH, k_BTNH, v_BTNH, segment_ids_BT, implementation))
+
+
+class MLP(nnx.Module):
+    """proj(gelu(fc(h))), with the tanh form of GELU that GPT-2 was trained with."""
+
+    def __init__(self, config: GPTConfig, rngs: nnx.Rngs) -> None:
+        types = _types(config)
+        self.c_fc = nnx.LinearGeneral(
+            config.hidden_size, config.intermediate_size, rngs=rngs, **types
+        )
+        self.c_proj = nnx.LinearGeneral(
+            config.intermediate_size,
+            config.hidden_size,
+            kernel_init=residual_init(config.num_hidden_layers),
+            rngs=rngs,
+            **types,
+        )
+
+    def __call__(self, h_BTD: jax.Array) -> jax.Array:
+        """The MLP's result, (batch, tokens, hidden size)."""
+        return self.c_proj(jax.nn.gelu(constrain(self.c_fc(h_BTD), "mlp"), approximate=True))
+
+
+class GPTLayer(nnx.Module):
+    """Attention and MLP, each behind its norm and added to the residual stream."""
+
+    def __init__(self, config: GPTConfig, rngs: nnx.Rngs) -> None:
+        self.ln_1 = _norm(config, rngs)
+        self.attn = Attention(config, rngs)
+        self.ln_2 = _norm(config, rngs)
+        self.mlp = MLP(config, rngs)
+
+    def __call__(self, x_BTD: jax.Array, segment_ids_BT: jax.Array | None) -> jax.Array:
+        """The residual stream after this layer, (batch, tokens, hidden size)."""
+        attention = functools.partial(self.attn, segment_ids_BT=segment_ids_BT)
+        x_BTD = add_block(x_BTD, self.ln_1, attention, "attention_output")
+        return add_block(x_BTD, self.ln_2, self.mlp, "mlp_output")
+
+
+class GPT(nnx.Module):
+    """A decoder of stacked `GPTLayer`s; `model(tokens)` gives logits.
+
+    Parameters are in `config.param_dtype`, activations and logits in `config.dtype`; take losses with
+    `cross_entropy`, which sums in fp32.
+    """
+
+    def __init__(self, config: GPTConfig, rngs: nnx.Rngs) -> None:
+        types = _types(config)
+        self.config = config
+        self.wte = nnx.Embed(config.vocab_size, config.hidden_size, rngs=rngs, **types)
+        self.wpe = nnx.Embed(config.max_position_embeddings, config.hidden_size, rngs=rngs, **types)
+        self.h = stack_layers(functools.partial(GPTLayer, config), config.num_hidden_layers, rngs)
+        self.ln_f = _norm(config, rngs)
+
+    def __call__(
+        self,
+        tokens_BT: jax.Array,
+        positions_BT: jax.Array | None = None,
+        segment_ids_BT: jax.Array | None = None,
+    ) -> jax.Array:
+        """Scores of the next token at every position, (batch, tokens, vocab).
+
+        Args:
+            tokens_BT: Token ids.
+            positions_BT: Position of each token, (batch or 1, tokens), each below `max_position_embeddings`; default:
+                0, 1, ...
+            segment_ids_BT: Which document each token belongs to; attention stays inside one. Default: one document.
+
+        Raises:
+            SizeMismatch: TP003, if the sequence is longer than the position table and no positions are given.
+        """
+        return self.logits(self.hidden(tokens_BT, positions_BT, segment_ids_BT))
+
+    def hidden(
+        self,
+        tokens_BT: jax.Array,
+        positions_BT: jax.Array | None = None,
+        segment_ids_BT: jax.Array | None = None,
+    ) -> jax.Array:
+        """Final normed hidden states, (batch, tokens, hidden size); arguments as in calling the model."""
+        longest = self.config.max_position_embeddings
+        if positions_BT is None:
+            # A lookup past the table gives NaN, three layers away from its cause.
+            if tokens_BT.shape[1] > longest:
+                raise SizeMismatch(
+                    f"{tokens_BT.shape[1]} tokens, but the position table has {longest} rows",
+                    where="max_position_embeddings",
+                    fix=f"use at most {longest} tokens, or a longer table",
+                )
+            positions_BT = default_positions(tokens_BT)
+        x_BTD = self.wte(constrain(tokens_BT, "tokens")) + self.wpe(positions_BT)
+        x_BTD = scan_layers(
+            self.h,
+            constrain(x_BTD, "residual"),
+            lambda layer, x_BTD: layer(x_BTD, segment_ids_BT),
+            self.config.remat,
+        )
+        return constrain(self.ln_f(x_BTD), "block_input")
+
+    def logits(self, h_BTD: jax.Array) -> jax.Array:
+        """Scores over the vocab from final hidden states, (batch, tokens, vocab)."""
+        logits_BTV = constrain(self.wte.attend(h_BTD), "logits")
+        return mask_padding(logits_BTV, self.config.vocab_size)
+
+
+def _types(config: GPTConfig) -> dict[str, Any]:
+    return {"dtype": jnp.dtype(config.dtype), "param_dtype": jnp.dtype(config.param_dtype)}
+
+
+def _norm(config: GPTConfig, rngs: nnx.Rngs) -> nnx.LayerNorm:
+    return nnx.LayerNorm(
+        config.hidden_size, epsilon=config.layer_norm_epsilon, rngs=rngs, **_types(config)
+    )
