@@ -1,13 +1,13 @@
 """Where activations lie on the mesh: models name a value, the active plan says which axes cut it.
 
-Stage in: a plan, the jax Mesh that it is applied on, and arrays named by a model. Stage out: the same arrays
-with sharding constraints for XLA's partitioner. Without an active plan nothing happens, so one model file
-serves one device and ten thousand.
+Stage in: a plan, the jax Mesh that it is applied on, and arrays named by a model. Stage out: the
+same arrays with sharding constraints for XLA's partitioner. Without an active plan nothing happens,
+so one model file serves one device and ten thousand.
 """
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Protocol
 
 import jax
@@ -17,15 +17,17 @@ from jaxtp.errors import SizeMismatch, UnknownActivation, join
 from jaxtp.mesh.axes import MeshShape
 
 WHOLE, BATCH, SEQUENCE, UNITS = "whole", "batch", "sequence", "units"
-"""What a dim of an activation is: never cut; cut over the batch axes; cut over the tensor axes in the regions that
-sequence parallelism covers; cut over the tensor axes in whole units."""
+"""What a dim of an activation is: never cut; cut over the batch axes; cut over the tensor axes in
+the regions that sequence parallelism covers; cut over the tensor axes in whole units."""
 
 ACTIVATIONS: dict[str, tuple[str, ...]] = {
     "tokens": (BATCH, WHOLE),
-    # Between blocks every tensor-parallel device holds the same residual stream; sequence parallelism cuts it.
+    # Between blocks every tensor-parallel device holds the same residual stream; sequence
+    # parallelism cuts it.
     "residual": (BATCH, SEQUENCE, WHOLE),
-    # The normed input of a column product is whole again. Left to propagation, sequence parallelism gains four
-    # all-gathers and five all-to-alls a layer in the backward pass of the compiled GPU program.
+    # The normed input of a column product is whole again. Left to propagation, sequence parallelism
+    # gains four all-gathers and five all-to-alls a layer in the backward pass of the compiled GPU
+    # program.
     "block_input": (BATCH, WHOLE, WHOLE),
     "heads": (BATCH, WHOLE, UNITS, WHOLE),
     "kv_heads": (BATCH, WHOLE, UNITS, WHOLE),
@@ -51,24 +53,24 @@ class ActivationPlan(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Active:
-    """What `constrain` needs: small and hashable, because it becomes part of the key of every jit cache."""
+    """What `constrain` needs; small and hashable, for it joins the key of every jit cache."""
 
     shape: MeshShape
     sequence_parallel: bool
     mesh: Mesh
 
 
-# The one ambient value of jaxtp. A ContextVar would be invisible to jit: a function traced outside of a plan
-# would run without its constraints inside, from the cache, and the other way round.
+# The one ambient value of jaxtp. A ContextVar would be invisible to jit: a function traced outside
+# of a plan would run without its constraints inside, from the cache, and the other way round.
 _active = jax.make_user_context(None)
 
 
 @contextlib.contextmanager
-def use_plan(plan: ActivationPlan, mesh: Mesh) -> Iterator[None]:
+def use_plan(plan: ActivationPlan, mesh: Mesh) -> Generator[None]:
     """Makes `constrain` effective inside the block; blocks nest, the innermost counts.
 
-    Functions jitted by the caller are traced again when the plan in force changes, and found in jit's cache when
-    an equal one is in force again.
+    Functions jitted by the caller are traced again when the plan in force changes, and found in
+    jit's cache when an equal one is in force again.
 
     Args:
         plan: The plan whose mesh shape (tensor axis factored) and sequence parallelism apply.
@@ -87,17 +89,17 @@ def use_plan(plan: ActivationPlan, mesh: Mesh) -> Iterator[None]:
 
 
 def constrain(x: jax.Array, name: str, units: Sequence[int] | None = None) -> jax.Array:
-    """Returns `x` laid out as the active plan wants the activation `name`; `x` itself when no plan is active.
+    """Returns `x` placed as the active plan wants this activation; `x` itself without a plan.
 
     Args:
         x: An array with one dim per entry of `ACTIVATIONS[name]`.
         name: A key of `ACTIVATIONS`.
-        units: Indivisible pieces of the dim that the tensor axes cut, major to minor, e.g. (kv heads, query heads
-            per kv head) for "heads"; default: every element of the dim is one.
+        units: Indivisible pieces of the dim that the tensor axes cut, major to minor, e.g. (kv
+            heads, query heads per kv head) for "heads"; default: every element of the dim is one.
 
     Raises:
-        UnknownActivation: TP072, if the table has no such name; also when no plan is active, so that a misspelt
-            name fails on one device.
+        UnknownActivation: TP072, if the table has no such name; also when no plan is active, so
+            that a misspelt name fails on one device.
         SizeMismatch: TP003, if `x` has another number of dims.
     """
     dims = ACTIVATIONS.get(name)
@@ -109,7 +111,7 @@ def constrain(x: jax.Array, name: str, units: Sequence[int] | None = None) -> ja
         raise SizeMismatch(
             f"{x.ndim} dims {x.shape} where the activation has {len(dims)}: {join(dims)}",
             where=name,
-            fix="pass the value with its batch dim, and without dims added by hand; vmap adds its own",
+            fix="pass the value with its batch dim; leave dims that vmap adds to vmap",
         )
     active: _Active | None = _active.value
     if active is None:
@@ -130,12 +132,13 @@ def _entry(active: _Active, dim: str, size: int, units: Sequence[int] | None) ->
     }[dim]
     if not axes:
         return None
-    # Inside jit an uneven constraint does not raise: XLA replicates the whole array, quietly. No constraint on
-    # that dim is better; a batch of one prompt on two data-parallel devices is the everyday case.
+    # Inside jit an uneven constraint does not raise: XLA replicates the whole array, quietly. No
+    # constraint on that dim is better; a batch of one prompt on two data-parallel devices is the
+    # everyday case.
     return PartitionSpec.UNCONSTRAINED if size % active.shape.ways(axes) else axes
 
 
 def _mesh_here(mesh: Mesh) -> Mesh | jax.sharding.AbstractMesh:
-    """`mesh`, or what is left of it inside a `shard_map` over some of its axes (pipeline stages)."""
+    """`mesh`, or what is left of it inside a `shard_map` over some of its axes."""
     here = jax.sharding.get_abstract_mesh()
     return here if here.manual_axes else mesh

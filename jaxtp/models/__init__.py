@@ -1,4 +1,4 @@
-"""Models as single-device Flax NNX code: the Llama and GPT-2 families, built by preset name or by config.
+"""Models as single-device Flax NNX code: the Llama and GPT-2 families, by preset or config.
 
 Stage in: a preset name or a config. Stage out: a model, or its shapes alone.
 """
@@ -59,7 +59,7 @@ def build(model: str | Config, rngs: nnx.Rngs | None = None) -> Llama | GPT:
 
 
 def abstract(model: str | Config) -> Llama | GPT:
-    """The same model with `jax.ShapeDtypeStruct`s for parameters: no memory, milliseconds at any size.
+    """The same model with `jax.ShapeDtypeStruct` parameters: no memory, milliseconds at any size.
 
     Raises:
         BadConfig: TP020, if no preset has the name.

@@ -1,11 +1,13 @@
-"""The GPT-2 family: learned positions, LayerNorm, GELU, biases everywhere, the embedding as the head; GPT-3 too.
+"""The GPT-2 family, GPT-3 included: learned positions, LayerNorm, GELU, biases, a tied head.
 
-Stage in: `GPTConfig` and random keys, then token ids. Stage out: logits. The architecture and the names of its
-activations, nothing else: see `jaxtp.models.layers` for the shape suffixes. No dropout.
+Stage in: `GPTConfig` and random keys, then token ids. Stage out: logits. The architecture and the
+names of its activations, nothing else: see `jaxtp.models.layers` for the shape suffixes. No
+dropout.
 
-The fused query/key/value kernel is stored (embed, 3, heads, head_dim), not (embed, 3 x heads x head_dim) as in the
-published checkpoints: a contiguous cut of the flat form gives one device all of q and another all of v, and costs 9
-to 14 permutes to undo, while here the heads dim is an ordinary column. The numbers and their order are the same.
+The fused query/key/value kernel is stored (embed, 3, heads, head_dim), not (embed, 3 x heads x
+head_dim) as in the published checkpoints: a contiguous cut of the flat form gives one device all of
+q and another all of v, and costs 9 to 14 permutes to undo, while here the heads dim is an ordinary
+column. The numbers and their order are the same.
 """
 
 import dataclasses
@@ -24,6 +26,7 @@ from jaxtp.models.layers import (
     attend,
     default_positions,
     mask_padding,
+    normed,
     residual_init,
     scan_layers,
     stack_layers,
@@ -45,11 +48,12 @@ class GPTConfig(DecoderConfig):
     """Added to the variance before its root."""
 
     def __post_init__(self) -> None:
-        # Not super(): a slotted dataclass is a second class object, and the closure cell names the first one.
+        # Not super(): a slotted dataclass is a second class object, and the closure cell names the
+        # first one.
         DecoderConfig.__post_init__(self)
         if self.hidden_size % self.num_attention_heads:
             raise SizeMismatch(
-                f"hidden size {self.hidden_size} does not divide by {self.num_attention_heads} heads",
+                f"hidden size {self.hidden_size} does not divide by {self.num_attention_heads}",
                 where="num_attention_heads",
                 fix="use a divisor of hidden_size",
             )
@@ -71,7 +75,7 @@ class GPTConfig(DecoderConfig):
 
 
 class Attention(nnx.Module):
-    """Multi-head attention; kernels are (embed, 3, heads, head_dim) and (heads, head_dim, embed)."""
+    """Multi-head attention; kernels (embed, 3, heads, head_dim) and (heads, head_dim, embed)."""
 
     def __init__(self, config: GPTConfig, rngs: nnx.Rngs) -> None:
         types = _types(config)
@@ -135,8 +139,8 @@ class GPTLayer(nnx.Module):
 class GPT(nnx.Module):
     """A decoder of stacked `GPTLayer`s; `model(tokens)` gives logits.
 
-    Parameters are in `config.param_dtype`, activations and logits in `config.dtype`; take losses with
-    `cross_entropy`, which sums in fp32.
+    Parameters are in `config.param_dtype`, activations and logits in `config.dtype`; take losses
+    with `cross_entropy`, which sums in fp32.
     """
 
     def __init__(self, config: GPTConfig, rngs: nnx.Rngs) -> None:
@@ -157,12 +161,14 @@ class GPT(nnx.Module):
 
         Args:
             tokens_BT: Token ids.
-            positions_BT: Position of each token, (batch or 1, tokens), each below `max_position_embeddings`; default:
-                0, 1, ...
-            segment_ids_BT: Which document each token belongs to; attention stays inside one. Default: one document.
+            positions_BT: Position of each token, (batch or 1, tokens), each below
+                `max_position_embeddings`; default: 0, 1, ...
+            segment_ids_BT: Which document each token belongs to; attention stays inside one.
+                Default: one document.
 
         Raises:
-            SizeMismatch: TP003, if the sequence is longer than the position table and no positions are given.
+            SizeMismatch: TP003, if the sequence is longer than the position table and no positions
+                are given.
         """
         return self.logits(self.hidden(tokens_BT, positions_BT, segment_ids_BT))
 
@@ -172,7 +178,7 @@ class GPT(nnx.Module):
         positions_BT: jax.Array | None = None,
         segment_ids_BT: jax.Array | None = None,
     ) -> jax.Array:
-        """Final normed hidden states, (batch, tokens, hidden size); arguments as in calling the model."""
+        """Final normed hidden states, (batch, tokens, hidden size); arguments as for a call."""
         longest = self.config.max_position_embeddings
         if positions_BT is None:
             # A lookup past the table gives NaN, three layers away from its cause.
@@ -190,7 +196,7 @@ class GPT(nnx.Module):
             lambda layer, x_BTD: layer(x_BTD, segment_ids_BT),
             self.config.remat,
         )
-        return constrain(self.ln_f(x_BTD), "block_input")
+        return normed(self.ln_f, x_BTD)
 
     def logits(self, h_BTD: jax.Array) -> jax.Array:
         """Scores over the vocab from final hidden states, (batch, tokens, vocab)."""

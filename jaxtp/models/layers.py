@@ -1,10 +1,11 @@
-"""What the model families share: config fields, the block, the layer scan, attention, rotary, loss, decoding.
+"""What the model families share: config, block, layer scan, attention, loss, decoding.
 
-Stage in: shapes from a config, arrays from a model. Stage out: arrays. Everything is single-device code: no mesh
-and no PartitionSpec. `constrain` names the values whose place matters; it does nothing without an active plan.
+Stage in: shapes from a config, arrays from a model. Stage out: arrays. Everything is single-device
+code: no mesh and no PartitionSpec. `constrain` names the values whose place matters; it does
+nothing without an active plan.
 
-Shape suffixes, here and in the families: B batch, T tokens, D hidden size, N query heads, K kv heads, H head width,
-F MLP width, V vocab. They name logical dims, never shards.
+Shape suffixes, here and in the families: B batch, T tokens, D hidden size, N query heads, K kv
+heads, H head width, F MLP width, V vocab. They name logical dims, never shards.
 """
 
 import dataclasses
@@ -15,7 +16,6 @@ from typing import Literal, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
@@ -23,14 +23,16 @@ from jaxtp.activations import constrain
 from jaxtp.errors import BadConfig, SizeMismatch, join
 
 BLOCK_OUTPUTS = ("attention_output", "mlp_output")
-"""`checkpoint_name`s of the values behind the two row products of a block, where its all-reduces are."""
+"""`checkpoint_name`s of the values behind the two row products of a block, where its all-reduces
+are."""
 
 Policy = Callable[..., bool]
 REMAT: dict[str, Policy | None] = {
     "none": None,
     "full": jax.checkpoint_policies.nothing_saveable,
-    # Saving what comes out of an all-reduce keeps recomputation from running it again: 4 all-reduces a layer in
-    # the compiled GPU step as without remat, where "full" has 5, at nearly the memory of "full".
+    # Saving what comes out of an all-reduce keeps recomputation from running it again: 4
+    # all-reduces a layer in the compiled GPU step as without remat, where "full" has 5, at nearly
+    # the memory of "full".
     "block_outputs": jax.checkpoint_policies.save_only_these_names(*BLOCK_OUTPUTS),
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
 }
@@ -58,18 +60,19 @@ class DecoderConfig:
     """Number of query heads."""
 
     dtype: str = "bfloat16"
-    """Type of activations and matrix products. Parameters are cast inside the layer, so gradients are reduced in
-    this type and converted afterwards."""
+    """Type of activations and matrix products. Parameters are cast inside the layer, so gradients
+    are reduced in this type and converted afterwards."""
 
     param_dtype: str = "float32"
     """Type in which parameters are stored."""
 
     remat: str = "none"
-    """What to recompute in the backward pass: none, full, block_outputs (keep the two block outputs of a layer) or
-    dots (keep the results of matrix products with parameters)."""
+    """What to recompute in the backward pass: none, full, block_outputs (keep the two block outputs
+    of a layer) or dots (keep the results of matrix products with parameters)."""
 
     attention_implementation: Literal["xla", "cudnn"] = "xla"
-    """Kernel of `jax.nn.dot_product_attention`; cudnn needs an NVIDIA GPU and 16-bit activations."""
+    """Kernel of `jax.nn.dot_product_attention`; cudnn needs an NVIDIA GPU and 16-bit
+    activations."""
 
     def __post_init__(self) -> None:
         if self.remat not in REMAT:
@@ -95,10 +98,10 @@ class Decoder(Protocol):
 
 
 def residual_init(num_layers: int) -> jax.nn.initializers.Initializer:
-    """Initialiser of a row kernel: 1/fan_in variance, divided by the number of row products in the model.
+    """Initialiser of a row kernel: variance 1/fan_in over the number of row products.
 
-    Every block adds two of them to the residual stream, so its variance stays near one at any depth; the
-    1/sqrt(2L) of section 2.3 of the GPT-2 paper (Radford et al. 2019).
+    Every block adds two of them to the residual stream, so its variance stays near one at any
+    depth; the 1/sqrt(2L) of section 2.3 of the GPT-2 paper (Radford et al. 2019).
     """
     return jax.nn.initializers.variance_scaling(0.5 / num_layers, "fan_in", "truncated_normal")
 
@@ -107,7 +110,7 @@ Layer = TypeVar("Layer", bound=nnx.Module)
 
 
 def stack_layers(make: Callable[[nnx.Rngs], Layer], num_layers: int, rngs: nnx.Rngs) -> Layer:
-    """One module whose every parameter has a leading layer dim, initialised as `num_layers` separate modules."""
+    """`num_layers` separately initialised modules as one, with a leading layer dim everywhere."""
     return nnx.vmap(make, in_axes=0, out_axes=0)(rngs.fork(split=num_layers))
 
 
@@ -129,7 +132,7 @@ def scan_layers(
 
     policy = REMAT[remat]
     if policy is not None:
-        # A scan body is compiled on its own, so XLA cannot merge the recomputation with the first run.
+        # A scan body is compiled on its own, so XLA cannot merge recomputation with the first run.
         body = jax.checkpoint(body, policy=policy, prevent_cse=False)
     return jax.lax.scan(body, x, params)[0]
 
@@ -140,7 +143,7 @@ def add_block(
     block: Callable[[jax.Array], jax.Array],
     name: str,
 ) -> jax.Array:
-    """`x + block(norm(x))`: half a layer, which enters by column products and leaves by one row product.
+    """`x + block(norm(x))`: half a layer, in by column products and out by one row product.
 
     Args:
         x_BTD: The residual stream.
@@ -148,9 +151,15 @@ def add_block(
         block: Attention or MLP.
         name: The output's `checkpoint_name`, one of `BLOCK_OUTPUTS`.
     """
-    h_BTD = constrain(norm(x_BTD), "block_input")
-    out_BTD = constrain(block(h_BTD), "residual")
+    out_BTD = constrain(block(normed(norm, x_BTD)), "residual")
     return x_BTD + checkpoint_name(out_BTD, name)
+
+
+def normed(norm: Callable[[jax.Array], jax.Array], x_BTD: jax.Array) -> jax.Array:
+    """`norm(x)`, whole again where sequence parallelism cuts the residual stream."""
+    # Placed twice: norms compute in fp32 and cast at their end. Without the first constraint XLA
+    # gathers before the cast, and twice the bytes cross the wire.
+    return constrain(constrain(norm(x_BTD), "residual"), "block_input")
 
 
 def attend(
@@ -162,7 +171,8 @@ def attend(
 ) -> jax.Array:
     """Causal attention with grouped key/value heads, (batch, tokens, query heads, head width).
 
-    A token sees itself and earlier tokens of its own segment. Query head n uses kv head n // (N / K).
+    A token sees itself and earlier tokens of its own segment. Query head n uses kv
+    head n // (N / K).
     """
     num_heads, num_kv_heads = q_BTNH.shape[2], k_BTKH.shape[2]
     units = (num_kv_heads, num_heads // num_kv_heads)
@@ -178,7 +188,7 @@ def attend(
 
 
 def rotary(x_BTNH: jax.Array, angles_BTH: jax.Array) -> jax.Array:
-    """Rotates pairs (i, i + H/2) of each head by their token's angles, in fp32; shape and type of `x`.
+    """Rotates pairs (i, i + H/2) of each head by their token's angles, in fp32; like `x`.
 
     Halves rather than neighbours, as Hugging Face checkpoints are stored.
 
@@ -212,9 +222,10 @@ def cross_entropy(
 ) -> jax.Array:
     """Mean negative log-likelihood in nats per counted token, a float32 scalar.
 
-    The target's logit is found by comparing and summing, not by indexing: with the vocab on the tensor axis each
-    device adds up its own part and per-token scalars cross the wire (one max, two sums), while a gather along the
-    vocab would bring all logits to every device. XLA fuses the comparison into the sum; no one-hot array exists.
+    The target's logit is found by comparing and summing, not by indexing: with the vocab on the
+    tensor axis each device adds up its own part and per-token scalars cross the wire (one max, two
+    sums), while a gather along the vocab would bring all logits to every device. XLA fuses the
+    comparison into the sum; no one-hot array exists.
 
     Args:
         logits_BTV: Scores, of any float type; sums are taken in fp32.
@@ -238,14 +249,16 @@ def generate(
 ) -> jax.Array:
     """The prompt followed by `num_tokens` tokens of the model, (batch, prompt + num_tokens).
 
-    One program per total length: each step runs the model on the whole buffer, where causality keeps what is not
-    written yet from mattering. There is no key/value cache; this is for looking at samples.
+    One program per total length: each step runs the model on the whole buffer, where causality
+    keeps what is not written yet from mattering. There is no key/value cache; this is for looking
+    at samples.
 
     Args:
         model: A model of this package.
         prompt_BT: Token ids, at least one per row, all rows of one length.
         num_tokens: Tokens to add.
-        temperature: 0 takes the likeliest token; otherwise logits are divided by it and a token is drawn.
+        temperature: 0 takes the likeliest token; otherwise logits are divided by it and a token is
+            drawn.
         key: PRNG key for drawing; default: `jax.random.key(0)`.
 
     Raises:

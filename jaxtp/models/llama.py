@@ -1,7 +1,7 @@
-"""The Llama family: grouped-query attention, rotary positions, RMSNorm, SwiGLU; Llama 2 and 3, Qwen3 and their kin.
+"""The Llama family, Qwen3 included: grouped-query attention, rotary, RMSNorm, SwiGLU.
 
-Stage in: `LlamaConfig` and random keys, then token ids. Stage out: logits. The architecture and the names of its
-activations, nothing else: see `jaxtp.models.layers` for the shape suffixes.
+Stage in: `LlamaConfig` and random keys, then token ids. Stage out: logits. The architecture and the
+names of its activations, nothing else: see `jaxtp.models.layers` for the shape suffixes.
 """
 
 import dataclasses
@@ -21,6 +21,7 @@ from jaxtp.models.layers import (
     attend,
     default_positions,
     mask_padding,
+    normed,
     residual_init,
     rotary,
     scan_layers,
@@ -30,7 +31,7 @@ from jaxtp.models.layers import (
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RopeScaling:
-    """How Llama 3.1 and later stretch rotary frequencies to contexts longer than they were trained on."""
+    """How Llama 3.1 and later stretch rotary frequencies to longer contexts."""
 
     factor: float
     """By how much the lowest frequencies are divided."""
@@ -78,11 +79,12 @@ class LlamaConfig(DecoderConfig):
     """Use the embedding as the head."""
 
     def __post_init__(self) -> None:
-        # Not super(): a slotted dataclass is a second class object, and the closure cell names the first one.
+        # Not super(): a slotted dataclass is a second class object, and the closure cell names the
+        # first one.
         DecoderConfig.__post_init__(self)
         if self.num_attention_heads % self.num_key_value_heads:
             raise SizeMismatch(
-                f"{self.num_attention_heads} query heads do not divide by {self.num_key_value_heads} kv heads",
+                f"{self.num_attention_heads} query heads for {self.num_key_value_heads} kv heads",
                 where="num_key_value_heads",
                 fix="use a divisor of num_attention_heads",
             )
@@ -99,9 +101,9 @@ def rotary_frequencies(
 ) -> np.ndarray:
     """Radians per token of each pair of a head, (head_dim / 2,), highest first.
 
-    theta^(-2i/H), section 3.2.2 of Su et al. 2021. Scaling as in the Llama 3.1 reference code: a frequency keeps a
-    share that grows linearly with its number of turns in the original context, from 0 at `low_freq_factor` to 1 at
-    `high_freq_factor`; the rest is divided by `factor`.
+    theta^(-2i/H), section 3.2.2 of Su et al. 2021. Scaling as in the Llama 3.1 reference code: a
+    frequency keeps a share that grows linearly with its number of turns in the original context,
+    from 0 at `low_freq_factor` to 1 at `high_freq_factor`; the rest is divided by `factor`.
     """
     frequencies = theta ** (-np.arange(0, head_dim, 2) / head_dim)
     if scaling is None:
@@ -113,7 +115,7 @@ def rotary_frequencies(
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention; kernels are (embed, heads, head_dim) and (heads, head_dim, embed)."""
+    """Grouped-query attention; kernels (embed, heads, head_dim) and (heads, head_dim, embed)."""
 
     def __init__(self, config: LlamaConfig, rngs: nnx.Rngs) -> None:
         linear, norm = _parts(config, rngs)
@@ -188,8 +190,8 @@ class LlamaLayer(nnx.Module):
 class Llama(nnx.Module):
     """A decoder of stacked `LlamaLayer`s; `model(tokens)` gives logits.
 
-    Parameters are in `config.param_dtype`, activations and logits in `config.dtype`; take losses with
-    `cross_entropy`, which sums in fp32.
+    Parameters are in `config.param_dtype`, activations and logits in `config.dtype`; take losses
+    with `cross_entropy`, which sums in fp32.
     """
 
     def __init__(self, config: LlamaConfig, rngs: nnx.Rngs) -> None:
@@ -220,7 +222,8 @@ class Llama(nnx.Module):
         Args:
             tokens_BT: Token ids.
             positions_BT: Position of each token, (batch or 1, tokens); default: 0, 1, ...
-            segment_ids_BT: Which document each token belongs to; attention stays inside one. Default: one document.
+            segment_ids_BT: Which document each token belongs to; attention stays inside one.
+                Default: one document.
         """
         return self.logits(self.hidden(tokens_BT, positions_BT, segment_ids_BT))
 
@@ -230,7 +233,7 @@ class Llama(nnx.Module):
         positions_BT: jax.Array | None = None,
         segment_ids_BT: jax.Array | None = None,
     ) -> jax.Array:
-        """Final normed hidden states, (batch, tokens, hidden size); arguments as in calling the model."""
+        """Final normed hidden states, (batch, tokens, hidden size); arguments as for a call."""
         config = self.config
         if positions_BT is None:
             positions_BT = default_positions(tokens_BT)
@@ -244,7 +247,7 @@ class Llama(nnx.Module):
             lambda layer, x_BTD: layer(x_BTD, angles_BTH, segment_ids_BT),
             config.remat,
         )
-        return constrain(self.norm(x_BTD), "block_input")
+        return normed(self.norm, x_BTD)
 
     def logits(self, h_BTD: jax.Array) -> jax.Array:
         """Scores over the vocab from final hidden states, (batch, tokens, vocab)."""
