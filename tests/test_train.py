@@ -1,0 +1,110 @@
+"""Training text, batches and the loop."""
+
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from jaxtp.errors import BadData
+from jaxtp.mesh.build import make_mesh
+from jaxtp.train.data import (
+    Batches,
+    bigram_entropy,
+    fixed_windows,
+    is_validation,
+    place,
+    read_corpus,
+    standard_library,
+    unigram_entropy,
+)
+
+
+def write_files(root, names):
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(f"text of {name}")
+
+
+def test_corpus_is_split_by_file_and_by_path_alone(tmp_path):
+    names = [f"package{i}/module.py" for i in range(40)]
+    write_files(tmp_path, names)
+    before = read_corpus(tmp_path, validation_share=0.3)
+    kept = [name for name in names if is_validation(name, 0.3)]
+    assert 0 < len(kept) < len(names)
+    assert before.validation.tobytes() == b"\0".join(
+        f"text of {name}".encode() for name in sorted(kept)
+    )
+    assert before.num_files == (len(names) - len(kept), len(kept))
+
+    # Other files do not move any; installed packages and tests do not count.
+    write_files(tmp_path, ["new.py", "site-packages/a.py", "test/b.py", "notes.txt"])
+    after = read_corpus(tmp_path, validation_share=0.3)
+    assert sum(after.num_files) == len(names) + 1
+    side = after.validation if is_validation("new.py", 0.3) else after.train
+    assert b"text of new.py" in side.tobytes()
+
+
+def test_corpus_without_two_sides_is_refused(tmp_path):
+    write_files(tmp_path, ["one.py"])
+    with pytest.raises(BadData, match=r"TP130 at .*'\*\.py' gives"):
+        read_corpus(tmp_path)
+
+
+def test_standard_library_is_enough_text():
+    corpus = standard_library()
+    assert corpus.train.size > 5_000_000
+    assert corpus.validation.size > 300_000
+
+
+def test_batches_depend_on_seed_and_step_alone():
+    text = np.arange(1000) % 251
+    one, other = Batches(text, 4, 16, seed=1), Batches(text, 4, 16, seed=1)
+    other[3]
+    np.testing.assert_array_equal(one[7], other[7])
+    assert (one[7] != one[8]).any()
+    assert (one[7] != Batches(text, 4, 16, seed=2)[7]).any()
+    assert one[0].shape == (4, 17)
+    # Windows are consecutive pieces of the text.
+    assert ((one[0][:, 1:] - one[0][:, :-1]) % 251 == 1).all()
+
+
+def test_windows_reach_both_ends_of_the_text():
+    text = np.arange(100)
+    windows = fixed_windows(text, 3, 10)
+    assert (windows[0, 0], windows[-1, -1]) == (0, 99)
+    only = np.arange(11)
+    np.testing.assert_array_equal(Batches(only, 1, 10)[5], only[None])
+
+
+def test_too_short_text_is_refused():
+    with pytest.raises(BadData, match="TP130: the text has 10 tokens, one window needs 11"):
+        Batches(np.arange(10), 1, 10)[0]
+    with pytest.raises(BadData, match="TP130"):
+        fixed_windows(np.arange(10), 1, 10)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "spec", "rows"),
+    [
+        ({"dp": 2, "tp": 4}, PartitionSpec(("dp",)), 4),
+        ({"dp": 2, "fsdp": 2, "tp": 2}, PartitionSpec(("dp", "fsdp")), 2),
+        ({"tp": 8}, PartitionSpec(()), 8),
+    ],
+)
+def test_batch_is_split_over_batch_axes_only(sizes, spec, rows):
+    batch = Batches(np.arange(100), 8, 5)[0]
+    placed = place(batch, make_mesh(**sizes))
+    np.testing.assert_array_equal(placed, batch)
+    assert placed.sharding.spec == spec
+    assert {shard.data.shape for shard in placed.addressable_shards} == {(rows, 6)}
+
+
+def test_entropies_by_hand():
+    # "ab" repeated: bytes are worth one bit each, and the next byte is certain once one is known.
+    train = np.frombuffer(b"ab" * 100_000, np.uint8)
+    windows = fixed_windows(train, 4, 32)
+    assert unigram_entropy(train, windows) == pytest.approx(np.log(2), abs=2e-3)
+    assert bigram_entropy(train, windows) == pytest.approx(0, abs=1e-4)
+    # A byte that training never saw costs much and not infinitely much.
+    unseen = np.full((1, 2), ord("z"), np.int32)
+    assert unigram_entropy(train, unseen) == pytest.approx(np.log(200_256))
+    assert np.isfinite(bigram_entropy(train, unseen))
