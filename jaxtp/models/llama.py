@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxtp.activations import constrain
+from jaxtp.activations import constrain, spread
 from jaxtp.errors import SizeMismatch
 from jaxtp.models.layers import (
     DecoderConfig,
@@ -138,11 +138,20 @@ class Attention(nnx.Module):
         self, h_BTD: jax.Array, angles_BTH: jax.Array, segment_ids_BT: jax.Array | None
     ) -> jax.Array:
         """Attention over earlier tokens of the same segment, (batch, tokens, hidden size)."""
-        q_BTNH, k_BTKH, v_BTKH = self.q_proj(h_BTD), self.k_proj(h_BTD), self.v_proj(h_BTD)
-        if self.config.qk_norm:
+        config = self.config
+        num_kv_heads = config.num_key_value_heads
+        units = (num_kv_heads, config.num_attention_heads // num_kv_heads)
+        # Under a plan that splits queries further than keys, K below counts a kv head once for
+        # each device that needs it.
+        k_proj, v_proj = jax.tree.map(
+            lambda w_DKH: spread(w_DKH.astype(config.dtype), "kv_kernel", units),
+            (self.k_proj, self.v_proj),
+        )
+        q_BTNH, k_BTKH, v_BTKH = self.q_proj(h_BTD), k_proj(h_BTD), v_proj(h_BTD)
+        if config.qk_norm:
             q_BTNH, k_BTKH = self.q_norm(q_BTNH), self.k_norm(k_BTKH)
         q_BTNH, k_BTKH = rotary(q_BTNH, angles_BTH), rotary(k_BTKH, angles_BTH)
-        implementation = self.config.attention_implementation
+        implementation = config.attention_implementation
         return self.o_proj(attend(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, implementation))
 
 
