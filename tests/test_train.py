@@ -1,10 +1,16 @@
 """Training text, batches and the loop."""
 
+import io
+import json
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
+from rich.console import Console
 
-from jaxtp.errors import BadData
+from jaxtp.errors import BadData, TrainingDiverged
 from jaxtp.mesh.build import make_mesh
 from jaxtp.train.data import (
     Batches,
@@ -16,6 +22,7 @@ from jaxtp.train.data import (
     standard_library,
     unigram_entropy,
 )
+from jaxtp.train.loop import fit
 
 
 def write_files(root, names):
@@ -108,3 +115,59 @@ def test_entropies_by_hand():
     unseen = np.full((1, 2), ord("z"), np.int32)
     assert unigram_entropy(train, unseen) == pytest.approx(np.log(200_256))
     assert np.isfinite(bigram_entropy(train, unseen))
+
+
+@jax.jit
+def halve(state, batch):
+    """A step that halves its state, and diverges when it meets token 9."""
+    loss = jnp.where((batch == 9).any(), jnp.nan, state)
+    return state / 2, {"loss": loss, "grad_norm": state, "lr": jnp.float32(0.1)}
+
+
+def batches(step):
+    return jnp.full((2, 5), step)
+
+
+def read_metrics(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_loop_writes_one_line_a_step_and_evaluates(tmp_path):
+    screen = io.StringIO()
+    state = fit(
+        halve,
+        jnp.float32(8),
+        batches,
+        num_steps=5,
+        folder=tmp_path / "run",
+        evaluate=lambda state: 10 * float(state),
+        eval_every=2,
+        console=Console(file=screen),
+    )
+    assert float(state) == 0.25
+    metrics = read_metrics(tmp_path / "run")
+    assert [m["step"] for m in metrics] == [1, 2, 3, 4, 5]
+    assert [m["loss"] for m in metrics] == [8, 4, 2, 1, 0.5]
+    assert [m.get("validation_loss") for m in metrics] == [None, 20, None, 5, 2.5]
+    for m in metrics:
+        assert m["lr"] == pytest.approx(0.1)
+        assert m["tokens_per_s"] * m["step_seconds"] == pytest.approx(2 * 4)
+    assert "step     4 of 5  loss 1.0000" in screen.getvalue()
+    assert "validation loss 5.0000" in screen.getvalue()
+
+
+def test_loop_stops_at_the_first_loss_that_is_not_finite(tmp_path):
+    with pytest.raises(TrainingDiverged, match=r"TP131 .*loss is nan at step 10; it was 1\.0000"):
+        fit(
+            halve,
+            jnp.float32(256),
+            batches,
+            num_steps=20,
+            folder=tmp_path,
+            evaluate=float,
+            console=Console(file=io.StringIO()),
+        )
+    metrics = read_metrics(tmp_path)
+    assert len(metrics) == 10
+    assert metrics[-1]["loss"] is None
+    assert metrics[-1]["grad_norm"] == 0.5

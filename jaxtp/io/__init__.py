@@ -1,0 +1,1 @@
+"""Files: checkpoints that any mesh can read."""
