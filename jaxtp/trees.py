@@ -91,17 +91,44 @@ def _annotation(box: Any) -> Annotation | None:
     return tuple(tuple(n) if isinstance(n, list) else n for n in names)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Merge:
+    """Turns an `nnx.State` back into the objects it was split from; equal where their graphs are.
+
+    A class and not a closure, so that it can be a static argument of a jitted function.
+    """
+
+    graphdef: Any
+
+    def __call__(self, state: PyTree) -> PyTree:
+        return sys.modules["flax.nnx"].merge(self.graphdef, state)
+
+
+def _same(tree: PyTree) -> PyTree:
+    return tree
+
+
 def as_pytree(tree: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
-    """A plain pytree for `tree`, and the function that turns such a pytree back.
+    """A plain pytree for `tree`, and the hashable function that turns such a pytree back.
 
     An NNX module is a graph: flattening it directly would write a shared (tied) variable twice and
-    untie it on the way back, so it goes through `nnx.split`.
+    untie it on the way back, so a tree with NNX objects in it goes through `nnx.split`.
     """
     nnx = sys.modules.get("flax.nnx")
-    if nnx is not None and isinstance(tree, nnx.Module | nnx.Optimizer):
-        graphdef, state = nnx.split(tree)
-        return state, lambda new: nnx.merge(graphdef, new)
-    return tree, lambda new: new
+    if nnx is None:
+        return tree, _same
+    kinds = (nnx.Module, nnx.Optimizer)
+    nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kinds))
+    if not any(isinstance(node, kinds) for node in nodes):
+        return tree, _same
+    graphdef, state = nnx.split(tree)
+    return state, _Merge(graphdef)
+
+
+def parameters(tree: PyTree) -> PyTree:
+    """The parameters of a `TrainState`-like tree; any other tree as it is."""
+    has_state = hasattr(tree, "params") and hasattr(tree, "opt_state")
+    return tree.params if has_state else tree
 
 
 def leaves(tree: PyTree) -> list[tuple[str, Any]]:

@@ -1,0 +1,255 @@
+"""Claims -> decisions that fit the mesh: the factored tensor axis (DESIGN D5).
+
+Stage in: claims and a mesh shape. Stage out: the mesh with its tensor axis factored, and one
+decision per parameter. Units are never cut; what does not divide takes a prefix of the axis, with
+its price.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+
+from jaxtp.errors import HeadsNotDivisible, Problems, SizeMismatch, join
+from jaxtp.mesh.axes import MeshShape, legal_ways, splits
+from jaxtp.plan import ParamDecision
+from jaxtp.rules.resolve import Claim
+from jaxtp.rules.roles import Placement, Role
+from jaxtp.trees import Spec, itemsize
+
+POLICIES = ("factor", "replicate", "error")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Member:
+    """A claim inside its group: its choices, with units that suit the whole group."""
+
+    claim: Claim
+    choices: tuple[Placement | None, ...]
+    num_bytes: int
+
+    def ways(self, choice: int, prefixes: Sequence[int]) -> int:
+        """In how many pieces this member is cut when the group takes a choice.
+
+        Args:
+            choice: Index into the group's choices.
+            prefixes: Sizes of the tensor axis' prefixes, the widest first, 1 last.
+        """
+        placement = self.choices[choice] if self.choices else None
+        if placement is None:
+            return 1
+        if self.claim.vote.role is Role.VOCAB:
+            # A table cut over part of the axis would save little and cost a factor of the mesh
+            # to every group: all of the axis, or whole.
+            prefixes = (prefixes[0], 1)
+        return next(w for w in prefixes if splits(placement.units, w))
+
+
+Group = list[Member]
+
+
+def fit(
+    claims: Sequence[Claim], mesh: MeshShape, policy: str = "factor", *, pad_vocab: bool = False
+) -> tuple[MeshShape, tuple[ParamDecision, ...]]:
+    """The plan's mesh shape and its decisions, in the order of the claims.
+
+    Args:
+        claims: One per parameter.
+        mesh: The user's mesh shape, its tensor axis in one piece.
+        policy: For units that do not divide: "factor" takes the widest prefix of the tensor axis,
+            "replicate" keeps the group whole, "error" refuses.
+        pad_vocab: Whether a vocabulary that does not divide is padded instead of kept whole.
+
+    Raises:
+        HeadsNotDivisible: TP041, under the policy "error".
+        SizeMismatch: TP003, if a given spec does not divide its array.
+    """
+    groups = _groups(claims)
+    tp = mesh.tp_size
+    prefixes = _best_prefixes(groups, tp) if policy == "factor" else (tp, 1)
+    choice = {id(g): _choice(g, prefixes) for g in groups}
+    cut = {
+        m.claim.param.path: (m, choice[id(g)], m.ways(choice[id(g)], prefixes))
+        for g in groups
+        for m in g
+    }
+    used = sorted({w for _, _, w in cut.values()} | {1, tp})
+    mesh = mesh.factored([b // a for a, b in itertools.pairwise(used)] or [1])
+    problems = Problems()
+    decisions: list[ParamDecision] = []
+    for claim in claims:
+        if claim.vote.spec is not None:
+            decisions.append(_given(claim, mesh, problems))
+            continue
+        member, index, ways = cut[claim.param.path]
+        placement = member.choices[index] if member.choices else None
+        decision = _decision(claim, placement, ways, mesh, pad_vocab)
+        if decision.fallback and policy == "error":
+            problems.add(
+                HeadsNotDivisible(
+                    decision.fallback,
+                    where=claim.param.path,
+                    fix=f"tp of {join(_near(placement, tp))}, or policy='factor'",
+                )
+            )
+        decisions.append(decision)
+    problems.raise_any()
+    return mesh, tuple(decisions)
+
+
+def _groups(claims: Iterable[Claim]) -> list[Group]:
+    """Claims that are decided together, with units that all of them can be cut at."""
+    by_name: defaultdict[str, list[Claim]] = defaultdict(list)
+    for claim in claims:
+        if claim.vote.spec is None:
+            by_name[claim.vote.group or f"alone: {claim.param.path}"].append(claim)
+    return [_shared_units(group) for group in by_name.values()]
+
+
+def _shared_units(claims: list[Claim]) -> Group:
+    """Members whose leading unit counts agree; where they do not, all take the common divisor.
+
+    Query heads as (kv, per kv) and keys as (kv,) agree. 12 query heads beside 5 kv heads do not:
+    only a cut that keeps both whole will do.
+    """
+    width = max(len(c.vote.placements) for c in claims)
+    leads = [
+        {p.units[0] for c in claims for p in c.vote.placements[i : i + 1] if p is not None}
+        for i in range(width)
+    ]
+    members: Group = []
+    for claim in claims:
+        choices = tuple(
+            p if p is None or len(leads[i]) == 1 else Placement(p.dim, (math.gcd(*leads[i]),))
+            for i, p in enumerate(claim.vote.placements)
+        )
+        members.append(Member(claim, choices or (None,) * width, claim.param.num_bytes))
+    return members
+
+
+def _choice(group: Group, prefixes: Sequence[int]) -> int:
+    """The choice that leaves the fewest bytes on a device; the first of equals."""
+    count = max(1, *(len(m.choices) for m in group)) if group else 1
+    return min(range(count), key=lambda i: sum(m.num_bytes / m.ways(i, prefixes) for m in group))
+
+
+def _best_prefixes(groups: Sequence[Group], tp: int) -> tuple[int, ...]:
+    """Prefix sizes, widest first, of the order of tp's prime factors that fits the groups best.
+
+    A power of two has one order. For tp=12 groups of 4 and of 6 units cannot both have their way.
+    """
+
+    def bytes_left(prefixes: tuple[int, ...]) -> float:
+        return sum(
+            sum(m.num_bytes / m.ways(i, prefixes) for m in g)
+            for g in groups
+            for i in (_choice(g, prefixes),)
+        )
+
+    orders = [tuple(itertools.accumulate((1, *o), lambda a, b: a * b))[::-1] for o in _orders(tp)]
+    return min(orders, key=bytes_left)
+
+
+def _orders(n: int) -> Iterator[tuple[int, ...]]:
+    """Distinct orders of the prime factors of n, larger factors first.
+
+    >>> list(_orders(12))
+    [(3, 2, 2), (2, 3, 2), (2, 2, 3)]
+    """
+    primes = [p for p in range(n, 1, -1) if n % p == 0 and all(p % q for q in range(2, p))]
+    if not primes:
+        yield ()
+    for p in primes:
+        yield from ((p, *rest) for rest in _orders(n // p))
+
+
+def _decision(
+    claim: Claim, placement: Placement | None, ways: int, mesh: MeshShape, pad_vocab: bool
+) -> ParamDecision:
+    param, vote, tp = claim.param, claim.vote, mesh.tp_size
+    base = ParamDecision(
+        path=param.path,
+        shape=param.shape,
+        dtype=param.dtype,
+        spec=((),) * len(param.shape),
+        role=vote.role,
+        reasons=claim.reasons,
+        group=vote.group,
+    )
+    if placement is None:
+        return base
+    base = dataclasses.replace(base, units=placement.units)
+    size = param.shape[placement.dim]
+    if vote.role is Role.VOCAB and ways < tp and pad_vocab:
+        padded = -(-size // tp) * tp
+        reason = f"padded from {size} to {padded} so that tp={tp} divides"
+        return base.revise(_on(base.spec, placement.dim, mesh.tp), reason, padded=padded)
+    axes = next(p for p in mesh.prefixes() if mesh.ways(p) == ways)
+    fallback = _price(claim, placement, ways, tp) if ways < tp else ""
+    return dataclasses.replace(base, spec=_on(base.spec, placement.dim, axes), fallback=fallback)
+
+
+def _on(spec: Spec, dim: int, axes: tuple[str, ...]) -> Spec:
+    return (*spec[:dim], axes, *spec[dim + 1 :])
+
+
+def _price(claim: Claim, placement: Placement, ways: int, tp: int) -> str:
+    """What a narrower split costs against an even one, per device: bytes, and FLOPs per token.
+
+    A matrix product takes 2 FLOPs per element and token, forward.
+    """
+    param, extra = claim.param, 1 / ways - 1 / tp
+    units = " x ".join(map(str, placement.units))
+    how = "whole" if ways == 1 else f"{ways}-way"
+    pad = ", or pad_vocab=True" if claim.vote.role is Role.VOCAB else ""
+    return (
+        f"{units} units on tp={tp}: {how}; costs {param.num_bytes * extra / 1e6:,.2f} MB and "
+        f"{2 * param.size * extra / 1e6:,.2f} MFLOP a token per device; "
+        f"divides: tp {join(_near(placement, tp), 12)}{pad}"
+    )
+
+
+def _near(placement: Placement | None, tp: int) -> list[int]:
+    """Tensor sizes that keep the units whole: all of them, or for wide dims those up to 4 x tp."""
+    if placement is None:
+        return [1]
+    if math.prod(placement.units) <= 512:
+        return legal_ways(placement.units)
+    return [w for w in range(1, 4 * tp + 1) if splits(placement.units, w)]
+
+
+def _given(claim: Claim, mesh: MeshShape, problems: Problems) -> ParamDecision:
+    """An override or annotation, taken as it is if it divides."""
+    param, spec = claim.param, claim.vote.spec
+    assert spec is not None
+    full = tuple(mesh.expand(axes) for axes in spec)
+    for dim, axes in enumerate(full):
+        ways, size = mesh.ways(axes), param.shape[dim]
+        if size % ways:
+            legal = [w for w in range(1, 4 * ways) if size % w == 0]
+            problems.add(
+                SizeMismatch(
+                    f"{claim.reasons[-1]}: dim {dim} of size {size} does not divide {ways} ways "
+                    f"({join(axes)})",
+                    where=param.path,
+                    fix=f"ways that divide: {join(legal, 12)}",
+                )
+            )
+    return ParamDecision(
+        path=param.path,
+        shape=param.shape,
+        dtype=param.dtype,
+        spec=full,
+        role=claim.vote.role,
+        reasons=claim.reasons,
+    )
+
+
+def replicated_bytes(decisions: Iterable[ParamDecision], mesh: MeshShape) -> int:
+    """Bytes per device of matrices (two dims or more) that are whole along the tensor axis."""
+    return sum(
+        math.prod(d.shape) * itemsize(d.dtype)
+        for d in decisions
+        if len(d.shape) > 1 and d.dim_on(mesh.tp) is None
+    )

@@ -1,0 +1,55 @@
+"""Evidence from names and shapes, for every leaf of a tree.
+
+Stage in: `{path: Param}` and given sizes. Stage out: one vote per leaf. This source always has an
+opinion, if only "no evidence: whole".
+"""
+
+from collections.abc import Mapping
+
+from jaxtp.rules import attention, blocks, mlp, vocab
+from jaxtp.rules.blocks import Leaf
+from jaxtp.rules.dims import ModelDims
+from jaxtp.rules.roles import Role, Source, Vote
+from jaxtp.rules.words import Word
+from jaxtp.trees import Param
+
+WHOLE: dict[Word, tuple[Role, str]] = {
+    Word.NORM: (Role.NORM, "scale or statistic of a norm"),
+    Word.POSITION: (Role.POSITION, "positions or types are looked up by every device"),
+    Word.CONV: (Role.CONV, "convolution: its channels are not a tensor-parallel dim"),
+    Word.ROUTER: (Role.ROUTER, "every device needs all scores of the router"),
+    Word.LOW_RANK: (Role.LOW_RANK, "low-rank projection that all heads share"),
+}
+
+
+def votes(params: Mapping[str, Param], dims: ModelDims) -> list[Vote]:
+    """One vote per leaf, in the tree's order.
+
+    Raises:
+        SizeMismatch: TP003, if given head counts fit no attention block.
+    """
+    block = blocks.read(params, dims)
+    found: dict[str, Vote] = {}
+    for source in (vocab.votes, attention.votes, mlp.votes):
+        for vote in source(block):
+            found.setdefault(vote.path, vote)
+    routed = {n for leaf in block.leaves.values() if leaf.name.experts for n in leaf.nodes[:-1]}
+    return [found.get(path) or _whole(leaf, routed) for path, leaf in block.leaves.items()]
+
+
+def _whole(leaf: Leaf, routed: set[str]) -> Vote:
+    """What is kept whole for a reason, or for want of one."""
+    word, rank = leaf.name.word, len(leaf.sizes)
+    if word is Word.IN and rank == 2 and routed & set(leaf.nodes[1:2]):
+        word = Word.ROUTER  # a "gate" beside experts, without a partner of its own
+    if word in WHOLE:
+        role, reason = WHOLE[word]
+    elif rank < 2:
+        role, reason = Role.NORM, "a vector or scalar that nothing ties to a split dim"
+    elif rank > 3:
+        role, reason = WHOLE[Word.CONV]
+    else:
+        role, reason = Role.UNKNOWN, "no evidence: no partner by shape, and the name says nothing"
+        if word is not Word.NONE:
+            reason = f"no evidence: named like {word}, but its shape has no partner"
+    return Vote(leaf.param.path, Source.NAMES, role, reason)

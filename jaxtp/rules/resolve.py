@@ -1,0 +1,94 @@
+"""Votes -> one claim per parameter.
+
+Stage in: votes of all sources. Stage out: the strongest vote of each parameter, with what the
+weaker ones said kept among its reasons.
+"""
+
+import dataclasses
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+
+from jaxtp.errors import ConflictingDecisions, Problems
+from jaxtp.rules.roles import Placement, Role, Vote
+from jaxtp.trees import Param
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Claim:
+    """What a parameter should get, before the mesh has a say.
+
+    Attributes:
+        param: The parameter.
+        vote: The winning vote.
+        reasons: One sentence per source, the winner's last.
+    """
+
+    param: Param
+    vote: Vote
+    reasons: tuple[str, ...]
+
+
+def decide(params: Mapping[str, Param], votes: Iterable[Vote]) -> list[Claim]:
+    """One claim per parameter, in the tree's order.
+
+    A stronger vote that agrees on the dim but knows nothing about units or group takes these from
+    the weaker one: an annotation says where, names may still say how many heads that is.
+
+    Raises:
+        ConflictingDecisions: TP001, if votes of equal strength disagree.
+    """
+    by_path: defaultdict[str, list[Vote]] = defaultdict(list)
+    for vote in votes:
+        by_path[vote.path].append(vote)
+    problems = Problems()
+    claims: list[Claim] = []
+    for path, param in params.items():
+        ranked = sorted(by_path[path], key=lambda v: v.source)
+        winner = ranked[-1]
+        for other in ranked[:-1]:
+            if other.source == winner.source and not agree(other, winner):
+                problems.add(
+                    ConflictingDecisions(
+                        f"{winner.source.name.lower()} disagree: {_text(other)}; {_text(winner)}",
+                        where=path,
+                        fix=f"overrides={{r'^{path}$': PartitionSpec(...)}} settles it",
+                    )
+                )
+            winner = _refined(winner, other)
+        reasons = tuple(_reason(v, winner) for v in ranked)
+        claims.append(Claim(param, winner, reasons))
+    problems.raise_any()
+    return claims
+
+
+def agree(a: Vote, b: Vote) -> bool:
+    """Whether two votes want the same dims on the tensor axis."""
+    return a.spec == b.spec and [p and p.dim for p in a.placements] == [
+        p and p.dim for p in b.placements
+    ]
+
+
+def _refined(winner: Vote, other: Vote) -> Vote:
+    if winner.group or winner.spec is not None or not agree(winner, other):
+        return winner
+    role = other.role if winner.role is Role.GIVEN else winner.role
+    placements = tuple(map(_finer, winner.placements, other.placements))
+    return dataclasses.replace(winner, role=role, placements=placements, group=other.group)
+
+
+def _finer(mine: Placement | None, theirs: Placement | None) -> Placement | None:
+    """The placement with fewer, larger units: cutting between them is legal for both."""
+    if mine is None or theirs is None:
+        return mine
+    return theirs if math.prod(theirs.units) < math.prod(mine.units) else mine
+
+
+def _reason(vote: Vote, winner: Vote) -> str:
+    overruled = vote.source < winner.source and not agree(vote, winner)
+    return f"{vote.source.name.lower()}: {vote.reason}" + (" (overruled)" if overruled else "")
+
+
+def _text(vote: Vote) -> str:
+    where = ", ".join(f"dim {p.dim}" for p in vote.placements if p) or "whole"
+    return f"{vote.reason} -> {vote.spec or where}"

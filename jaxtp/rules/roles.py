@@ -1,0 +1,107 @@
+"""What a parameter can be, and what a source of evidence says about it.
+
+Stage in: nothing. Stage out: `Role`, `Placement`, `Vote`, the words between evidence and decision.
+"""
+
+import dataclasses
+from enum import IntEnum, StrEnum
+
+from jaxtp.trees import Spec
+
+
+class Role(StrEnum):
+    """What a parameter does in the model."""
+
+    COLUMN = "column"
+    """Its output dim is split; what it produces stays on the device (Megatron's
+    column-parallel)."""
+
+    ROW = "row"
+    """Its input dim is split; its partial products are summed by one all-reduce."""
+
+    COLUMN_BIAS = "column_bias"
+    """A vector that follows the output dim of a column matrix."""
+
+    ROW_BIAS = "row_bias"
+    """A bias added once, after the all-reduce of a row matrix: whole on every device."""
+
+    VOCAB = "vocab"
+    """A token table, an output head or the head's bias, split along the vocabulary."""
+
+    EXPERT = "expert"
+    """Stacked experts, split along the expert dim, or inside each expert."""
+
+    ROUTER = "router"
+    """Chooses experts; every device needs all of its few outputs."""
+
+    HEAD_TABLE = "head_table"
+    """Something with one entry per head, such as a relative position bias."""
+
+    NORM = "norm"
+    """Scale or offset of a normalisation."""
+
+    FUSED = "fused"
+    """Several projections in one array whose pieces lie one after another: whole."""
+
+    LOW_RANK = "low_rank"
+    """A down-projection to a small shared width (multi-head latent attention): whole."""
+
+    POSITION = "position"
+    """A table of positions or token types: whole."""
+
+    CONV = "conv"
+    """A convolution: whole."""
+
+    UNKNOWN = "unknown"
+    """No evidence: whole, and listed."""
+
+    GIVEN = "given"
+    """The user or an annotation gave the spec."""
+
+
+class Source(IntEnum):
+    """Where a vote comes from; the larger number outranks the smaller (DESIGN D2)."""
+
+    NAMES = 1
+    DATAFLOW = 2
+    ANNOTATION = 3
+    OVERRIDE = 4
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Placement:
+    """One dim that may go on the tensor axis.
+
+    Attributes:
+        dim: Which dim of the array.
+        units: Indivisible pieces of that dim, major to minor; `(4, 7)` is 4 kv heads with 7 query
+            heads each. The dim's size is a multiple of their product.
+    """
+
+    dim: int
+    units: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Vote:
+    """What one source says about one parameter.
+
+    Attributes:
+        path: The parameter.
+        source: Who says so.
+        role: What the parameter does.
+        reason: One sentence of evidence, with the numbers seen.
+        placements: Dims that may be split, the preferred first; none means "keep it whole". Members
+            of a group list them in the same order, since a group takes the same choice throughout;
+            None stands for "whole under this choice".
+        group: Parameters that must be decided together; "" if alone.
+        spec: A complete spec that is not up to jaxtp: an override or an annotation.
+    """
+
+    path: str
+    source: Source
+    role: Role
+    reason: str
+    placements: tuple[Placement | None, ...] = ()
+    group: str = ""
+    spec: Spec | None = None
