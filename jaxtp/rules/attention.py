@@ -223,7 +223,8 @@ def _head_vote(name: str, slot: Slot, heads: Heads) -> Vote:
 
 def _norm_votes(node: str, norms: list[Leaf], slots: list[Slot], heads: Heads) -> Iterator[Vote]:
     """A norm over all heads at once follows them; one of a head's width is the same on every
-    device."""
+    device.
+    """
     widths = {s.size: s for s in slots if s.leaf.name.word in KV_WORDS and not s.leaf.name.bias}
     widths |= {s.size: s for s in slots if s.leaf.name.word is Word.Q and not s.leaf.name.bias}
     for norm in norms:

@@ -13,11 +13,11 @@ from functools import cache
 from typing import NamedTuple
 
 LEAVES = frozenset(
-    "kernel weight weights w scale bias b embedding embeddings table gamma beta value".split()
+    ["kernel", "weight", "weights", "w", "scale", "bias", "b", "embedding", "embeddings", "table", "gamma", "beta", "value"]
 )
 """Last path parts that say what kind of array it is, but not what it is for."""
 
-BIASES = frozenset("bias b beta".split())
+BIASES = frozenset(["bias", "b", "beta"])
 
 
 class Word(StrEnum):
