@@ -148,7 +148,8 @@ class HeadsNotDivisible(JaxtpError, ValueError):
     """A group's units do not divide over the tensor axis, and the policy is `error`.
 
     Why it matters: a head that lies on two devices needs a gather in every attention product.
-    Example: 6 kv heads on tp=4. Use tp=2, 3 or 6, or the `factor` policy, which splits attention
+    Example: 6 kv heads on tp=4.
+    Fix: use tp=2, 3 or 6, or the `factor` policy, which splits attention
     2-way and everything else 4-way.
     """
 

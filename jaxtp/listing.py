@@ -1,8 +1,9 @@
-"""Shape listings: a parameter tree as a JSON file, so that a model can be planned without being shared.
+"""Shape listings: a parameter tree as a JSON file, to plan a model without sharing it.
 
-Stage in: a tree, or a listing. Stage out: a listing, or a tree of `jax.ShapeDtypeStruct` and its sizes.
+Stage in: a tree, or a listing. Stage out: a listing, or a tree of `jax.ShapeDtypeStruct` and its
+sizes.
 
-    {"params": {"h/0/attn/q_proj/kernel": [768, 768], ...}, "dtypes": {...}, "config": {"num_heads": 12}}
+    {"params": {"h/0/attn/q_proj/kernel": [768, 768]}, "dtypes": {}, "config": {"num_heads": 12}}
 """
 
 import json
@@ -64,6 +65,6 @@ def load_tree(
 
 
 def _struct(shape: list[int], dtype: str) -> jax.ShapeDtypeStruct:
-    if any(not isinstance(n, int) or n < 0 for n in shape):
+    if any(int(n) != n or n < 0 for n in shape):
         raise ValueError(f"shape {shape} is not a list of counts")
     return jax.ShapeDtypeStruct(tuple(shape), dtype)

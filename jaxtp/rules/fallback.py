@@ -11,7 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
-from jaxtp.errors import HeadsNotDivisible, Problems, SizeMismatch, join
+from jaxtp.errors import BadConfig, HeadsNotDivisible, Problems, SizeMismatch, join
 from jaxtp.mesh.axes import MeshShape, legal_ways, splits
 from jaxtp.plan import ParamDecision
 from jaxtp.rules.resolve import Claim
@@ -62,9 +62,14 @@ def fit(
         pad_vocab: Whether a vocabulary that does not divide is padded instead of kept whole.
 
     Raises:
+        BadConfig: TP020, if there is no such policy.
         HeadsNotDivisible: TP041, under the policy "error".
         SizeMismatch: TP003, if a given spec does not divide its array.
     """
+    if policy not in POLICIES:
+        raise BadConfig(
+            f"unknown policy {policy!r}", where="policy", fix=f"one of {join(POLICIES)}"
+        )
     groups = _groups(claims)
     tp = mesh.tp_size
     prefixes = _best_prefixes(groups, tp) if policy == "factor" else (tp, 1)

@@ -1,0 +1,94 @@
+"""The command line on real listings."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxtp
+from jaxtp.cli import main
+from jaxtp.errors import BadUsage
+
+
+@pytest.fixture
+def listing(tmp_path):
+    tree = {
+        "attn": {n: jax.ShapeDtypeStruct((768, 768), jnp.bfloat16) for n in ("q", "k", "v", "o")},
+        "mlp": {"up": jnp.zeros((768, 3072)), "down": jnp.zeros((3072, 768))},
+    }
+    path = tmp_path / "tree.json"
+    jaxtp.dump_tree(tree, path, {"num_attention_heads": 12})
+    return str(path)
+
+
+def test_a_listing_comes_back_as_it_was(listing):
+    tree, config = jaxtp.load_tree(listing)
+    assert tree["attn/q"].dtype == jnp.bfloat16
+    assert tree["mlp/up"].shape == (768, 3072)
+    assert config == {"num_attention_heads": 12}
+
+
+def test_plan_prints_a_table(listing, capsys):
+    main(["plan", listing, "--tp", "8"])
+    out = capsys.readouterr().out
+    assert out.startswith("plan for tp_0=4 x tp_1=2: 6 parameters")
+    assert "12 units on tp=8: 4-way" in out
+
+
+def test_plan_prints_json_for_programs(listing, capsys):
+    main(["plan", listing, "--tp", "8", "--json"])
+    data = json.loads(capsys.readouterr().out)
+    assert data["mesh"] == {"tp_0": 4, "tp_1": 2}
+    assert data["params"]["mlp/up"]["spec"] == [[], ["tp_0", "tp_1"]]
+    assert data["params"]["attn/q"]["bytes_per_device"] == 768 * 768 * 2 // 4
+    assert data["params"]["attn/q"]["reasons"]
+
+
+def test_sizes_can_be_given_or_withheld(listing, capsys):
+    main(["plan", listing, "--tp", "8", "--no-use-config", "--heads", "8", "--json"])
+    data = json.loads(capsys.readouterr().out)
+    assert data["mesh"] == {"tp": 8}
+
+
+def test_explain(listing, capsys):
+    main(["explain", listing, "attn/o", "--tp", "4"])
+    out = capsys.readouterr().out
+    assert "P(tp, -) on tp=4" in out
+    assert "12 heads were given" in out
+
+
+def test_errors_prints_a_page_or_the_list(capsys):
+    main(["errors", "tp003"])
+    assert "TP003 SizeMismatch" in capsys.readouterr().out
+    main(["errors"])
+    assert "TP013  NoTensorAxis: The mesh has no axis" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        (["plan", "no/such/file"], "TP132 at no/such/file"),
+        (["errors", "TP999"], "TP132: no error has the code"),
+        (["plan", "LISTING", "--heads", "7"], "TP003 at attn: 7 heads"),
+        (["plan", "LISTING", "--policy", "error"], "TP041 at attn/q"),
+        (["explain", "LISTING", "attn/x"], "TP045 at attn/x"),
+        (["plan", "LISTING", "--tp", "0"], "TP010"),
+        (["plan", "LISTING", "--policy", "nonsense"], "TP020 at policy"),
+    ],
+)
+def test_mistakes_give_a_code_and_exit_2(args, text, listing, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main([listing if a == "LISTING" else a for a in args])
+    assert exit_.value.code == 2
+    assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", "{}", '{"params": {"a": [1, "x"]}}', '{"params": {"a": [-1]}}']
+)
+def test_files_that_are_no_listing(text, tmp_path):
+    path = tmp_path / "bad.json"
+    path.write_text(text)
+    with pytest.raises(BadUsage, match="not a shape listing"):
+        jaxtp.load_tree(path)
