@@ -3,8 +3,9 @@
 Stage in: sizes, or a user's mesh and a plan's shape. Stage out: `jax.sharding.Mesh` with Auto axes.
 """
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import jax
@@ -106,6 +107,37 @@ def abstract_mesh(shape: MeshShape) -> AbstractMesh:
         shape.names,
         axis_types=(AxisType.Auto,) * len(shape.sizes),
     )
+
+
+def auto_mesh(mesh: Mesh | AbstractMesh) -> Mesh:
+    """The same devices, names and sizes with Auto axes.
+
+    Raises:
+        BadMesh: TP010, if there are no devices.
+    """
+    if not isinstance(mesh, Mesh):
+        raise BadMesh(
+            f"a {type(mesh).__name__} has no devices to place arrays on",
+            fix="pass a jax Mesh, e.g. from jaxtp.make_mesh",
+        )
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * mesh.devices.ndim)
+
+
+@contextlib.contextmanager
+def auto_context() -> Generator[None]:
+    """Makes the axes of the ambient mesh Auto inside the block; without a mesh nothing happens.
+
+    Under `jax.set_mesh` with Explicit axes, JAX refuses every array that lies on an Auto mesh.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if AxisType.Explicit not in mesh.axis_types:
+        yield
+        return
+    auto = AbstractMesh(
+        mesh.axis_sizes, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names)
+    )
+    with jax.sharding.use_abstract_mesh(auto):
+        yield
 
 
 def idle_devices(mesh: Any) -> int:
