@@ -7,17 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
 from rich.console import Console
 
 from jaxtp.errors import BadData, TrainingDiverged
-from jaxtp.mesh.build import make_mesh
 from jaxtp.train.data import (
     Batches,
     bigram_entropy,
     fixed_windows,
     is_validation,
-    place,
     read_corpus,
     standard_library,
     unigram_entropy,
@@ -87,22 +84,6 @@ def test_too_short_text_is_refused():
         Batches(np.arange(10), 1, 10)[0]
     with pytest.raises(BadData, match="TP130"):
         fixed_windows(np.arange(10), 1, 10)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "spec", "rows"),
-    [
-        ({"dp": 2, "tp": 4}, PartitionSpec(("dp",)), 4),
-        ({"dp": 2, "fsdp": 2, "tp": 2}, PartitionSpec(("dp", "fsdp")), 2),
-        ({"tp": 8}, PartitionSpec(()), 8),
-    ],
-)
-def test_batch_is_split_over_batch_axes_only(sizes, spec, rows):
-    batch = Batches(np.arange(100), 8, 5)[0]
-    placed = place(batch, make_mesh(**sizes))
-    np.testing.assert_array_equal(placed, batch)
-    assert placed.sharding.spec == spec
-    assert {shard.data.shape for shard in placed.addressable_shards} == {(rows, 6)}
 
 
 def test_entropies_by_hand():

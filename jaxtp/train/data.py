@@ -1,7 +1,7 @@
 """Training text as bytes: a corpus split by file, batches that depend on the step alone.
 
 Stage in: a folder of text files, or token ids. Stage out: `(batch, seq + 1)` blocks of token ids
-on the host or on a mesh, and the entropies that a model has to beat.
+on the host, the same in every process, for `jaxtp.shard_batch`; and the entropies to beat.
 """
 
 import dataclasses
@@ -9,13 +9,10 @@ import hashlib
 import sysconfig
 from pathlib import Path
 
-import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
 from jaxtp.errors import BadData
-from jaxtp.mesh.axes import MeshShape
 
 Tokens = NDArray[np.uint8]
 
@@ -119,21 +116,6 @@ def fixed_windows(text: NDArray[np.integer], count: int, seq_len: int) -> NDArra
     """
     starts = np.linspace(0, _num_windows(text, seq_len) - 1, count).astype(np.int64)
     return _windows(text, starts, seq_len)
-
-
-def place(batch: NDArray[np.int32], mesh: Mesh, shape: MeshShape | None = None) -> jax.Array:
-    """The batch on the mesh, split over the batch axes: along tp all devices read the same tokens.
-
-    Every process must hold the same global batch; each device receives only its own rows of it.
-
-    Args:
-        batch: `(batch, ...)`; the batch dim divides over the batch axes.
-        mesh: Where to put it.
-        shape: What the axes of `mesh` are for; default: by their names.
-    """
-    shape = shape or MeshShape.of(mesh)
-    sharding = NamedSharding(mesh, PartitionSpec(shape.batch))
-    return jax.make_array_from_callback(batch.shape, sharding, lambda index: batch[index])
 
 
 def unigram_entropy(train: Tokens, windows: NDArray[np.int32]) -> float:

@@ -1,0 +1,126 @@
+"""The shape of the code: imports point down, importing is cheap, files and functions stay short."""
+
+import ast
+import graphlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "jaxtp"
+FILES = {
+    ".".join(("jaxtp", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(
+        ".__init__"
+    ): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
+
+# Lowest first. A module imports from lower rows and from its own package, never from its own row.
+LAYERS = """
+errors
+padding trees
+mesh listing
+plan config
+rules
+planner
+activations cost state xla
+apply
+check search verify view
+models
+io
+train
+cli
+"""
+RANK = {f"jaxtp.{name}": i for i, row in enumerate(LAYERS.split("\n")) for name in row.split()}
+RANK["jaxtp"] = len(RANK)  # the front door
+
+# Imports inside functions are for packages that are heavy and not always needed.
+DEFERRED = {"flax", "optax", "orbax", "pydantic", "rich", "safetensors", "tokenizers"}
+HEAVY = (*sorted(DEFERRED), "tyro", "grain", "tensorstore")
+
+every_file = pytest.mark.parametrize("module", FILES)
+
+
+def imports(tree):
+    """Modules that a syntax tree imports, deferred ones too."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            for alias in node.names:
+                submodule = f"{node.module}.{alias.name}"
+                yield submodule if submodule in FILES else node.module
+
+
+def parse(module):
+    return ast.parse(FILES[module].read_text())
+
+
+def layer(module):
+    return ".".join(module.split(".")[:2])
+
+
+@every_file
+def test_imports_point_down(module):
+    here = layer(module)
+    assert here in RANK, f"{here} has no row in LAYERS"
+    for target in imports(parse(module)):
+        there = layer(target)
+        if there.split(".")[0] == "jaxtp" and there != here:
+            assert RANK[there] < RANK[here], f"{module} must not import {target}"
+
+
+def test_no_module_imports_itself_through_others():
+    graph = {module: {t for t in imports(parse(module)) if t in FILES} for module in FILES}
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
+
+
+@every_file
+def test_only_heavy_packages_are_imported_inside_functions(module):
+    functions = (n for n in ast.walk(parse(module)) if isinstance(n, ast.FunctionDef))
+    deferred = {name.split(".")[0] for function in functions for name in imports(function)}
+    assert deferred <= DEFERRED
+
+
+@every_file
+def test_only_public_jax_is_imported(module):
+    private = [name for name in imports(parse(module)) if name.startswith(("jax._", "jaxlib"))]
+    assert not private
+
+
+@pytest.mark.parametrize("module", [m for m in FILES if layer(m) == "jaxtp.models"])
+def test_models_know_no_mesh(module):
+    targets = set(imports(parse(module)))
+    assert not {t for t in targets if t.startswith(("jax.sharding", "jaxtp.mesh", "jaxtp.plan"))}
+
+
+@every_file
+def test_files_and_functions_stay_short(module):
+    text = FILES[module].read_text()
+    assert len(text.splitlines()) <= 450
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef):
+            docstring = ast.get_docstring(node, clean=False) or ""
+            length = node.end_lineno - node.lineno + 1 - len(docstring.splitlines())
+            assert length <= 60, f"{node.name} has {length} lines"
+
+
+@every_file
+def test_module_says_what_goes_in_and_out(module):
+    docstring = ast.get_docstring(parse(module))
+    assert docstring
+    if FILES[module].name != "__init__.py":
+        assert "Stage in:" in docstring
+        assert "Stage out:" in docstring
+
+
+def test_import_starts_no_backend_and_loads_nothing_heavy():
+    # The setting is refused once a backend exists.
+    code = (
+        "import sys, jaxtp, jax; jax.config.update('jax_num_cpu_devices', 8); "
+        f"print(*sorted(set({HEAVY!r}) & set(sys.modules)))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == []
