@@ -24,8 +24,8 @@ mesh listing
 plan config
 rules
 planner
-activations cost state xla
-apply
+state
+activations apply cost export init xla
 check search verify view
 models
 io
