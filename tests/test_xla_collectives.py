@@ -103,7 +103,7 @@ def test_places(version):
 @pytest.mark.parametrize(
     ("op_name", "expected"),
     [
-        ("jit(step)/jvp()/while/body/closed_call/btf,fd->btd/dot_general", "btf,fd->btd/dot_general"),
+        ("jit(f)/jvp()/while/body/closed_call/btf,fd->btd/dot_general", "btf,fd->btd/dot_general"),
         ("jit(call)/call_exported/jit(step)/jvp(Model)/layers_0/attn/q/dot_general",
          "Model/layers_0/attn/q/dot_general"),
         ("jit(f)/transpose(jvp(btd,dv->btv))/dot_general", "btd,dv->btv/dot_general"),
@@ -122,7 +122,7 @@ def compiled():
 
 
 def test_megatron_minimum(compiled):
-    """Two all-reduces a layer forward and two backward, in bfloat16, and nothing else of that size."""
+    """Two all-reduces a layer forward and two backward, bfloat16, and nothing else that size."""
     message = xla_programs.BATCH * xla_programs.TOKENS * xla_programs.WIDTH * 2
     found = find(parse(compiled.as_text()), {"dp": 1, "tp": 8})
     layers = [one for one in found if one.count == xla_programs.LAYERS]

@@ -1,5 +1,7 @@
 """A Llama-like train step in plain JAX, and a way to compile it for GPUs that are not there."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -96,6 +98,7 @@ def gpu_mesh(dp, tp):
     return jax.sharding.Mesh(devices, ("dp", "tp"), axis_types=(AUTO, AUTO))
 
 
+@functools.cache
 def compile_here(dp, tp):
     """The step compiled in this process, for tests that need the compiler's own objects."""
     mesh = gpu_mesh(dp, tp)
