@@ -5,6 +5,7 @@ Stage in: sizes, or a user's mesh and a plan's shape. Stage out: `jax.sharding.M
 
 import contextlib
 import math
+from collections import Counter
 from collections.abc import Generator, Sequence
 from typing import Any
 
@@ -141,11 +142,15 @@ def auto_context() -> Generator[None]:
 
 
 def idle_devices(mesh: Any) -> int:
-    """Devices of this machine's backend that a concrete mesh leaves unused; 0 for shapes."""
+    """Devices of the mesh's own backend that it leaves unused; 0 for shapes.
+
+    A mesh for compilation only has devices of no backend that JAX knows, all of them on purpose.
+    """
     if not isinstance(mesh, Mesh):
         return 0
-    platform = mesh.devices.flat[0].platform
-    return len(jax.devices(platform)) - mesh.devices.size
+    first = mesh.devices.flat[0]
+    known = jax.devices(first.platform) if first in jax.devices() else mesh.devices.flat
+    return len(known) - mesh.devices.size
 
 
 def hosts_along(mesh: Any, shape: MeshShape) -> int:
@@ -153,7 +158,9 @@ def hosts_along(mesh: Any, shape: MeshShape) -> int:
 
     With one process per GPU the node of a device is not visible to JAX, so those count as one.
     """
-    if not isinstance(mesh, Mesh) or jax.local_device_count() == 1:
+    if not isinstance(mesh, Mesh):
+        return 1
+    if max(Counter(d.process_index for d in mesh.devices.flat).values()) == 1:
         return 1
     names = list(mesh.axis_names)
     order = [i for i, n in enumerate(names) if n != shape.tp_name] + [names.index(shape.tp_name)]
