@@ -1,0 +1,203 @@
+"""A traced function -> what its dataflow says about its parameters and activations.
+
+Stage in: a function, a tree of parameters, example inputs; shapes are enough. Stage out:
+`Analysis`. No parameter name is read: paths are carried along to label the findings.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from jaxtp import trees
+from jaxtp.rules.graph import control
+from jaxtp.rules.graph.classes import Atom, Dim, resolve
+from jaxtp.rules.graph.evidence import Evidence, classes_in
+from jaxtp.rules.graph.facts import Finding, Opaque
+from jaxtp.rules.graph.handlers import HANDLERS, SIGNATURES, VIEWS
+from jaxtp.rules.graph.regions import Regions
+from jaxtp.rules.graph.report import Reporter
+from jaxtp.rules.graph.walk import Kind, Scope, Value, Walk
+
+MIN_VOCAB = 1024
+"""Rows below which a vocabulary is not worth an all-reduce: a price, not a fact."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DimClass:
+    """What one dim of an activation is.
+
+    Attributes:
+        kind: "feature" of the residual stream, "position" on it (batch and sequence), "region"
+            (split like the parameters of `group`), or "" for anything else.
+        group: The group's id for a region.
+        units: As in `Option`: what may be separated, major to minor.
+        classes: As in `Option`.
+        pieces: As in `Option`.
+    """
+
+    kind: str
+    group: str = ""
+    units: tuple[int, ...] = ()
+    classes: tuple[int, ...] = ()
+    pieces: tuple[tuple[int, int], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ClassInfo:
+    """One dimension class, for people and tests.
+
+    Attributes:
+        number: As in `Option.classes`.
+        size: Elements.
+        kind: "inner", "expert", "vocab", "small" (a vocabulary too small to split), "stream", or
+            "".
+        members: "path[dim]" of every parameter dim that it is a factor of.
+        produced: Parameters whose products have it as a free output.
+        contracted: Parameters whose products sum over it.
+        cuts: (start, stop) pieces seen, in elements.
+        reasons: Why it cannot be split.
+    """
+
+    number: int
+    size: int
+    kind: str
+    members: tuple[str, ...]
+    produced: tuple[str, ...]
+    contracted: tuple[str, ...]
+    cuts: tuple[tuple[int, int], ...]
+    reasons: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Analysis:
+    """What the dataflow of one call says.
+
+    Attributes:
+        findings: Parameter path -> finding, for the parameters that the call reaches.
+        unreached: Parameters that no equation consumes: nothing can be said about them.
+        opaque: Primitives that gave no information, in program order.
+        groups: Group id -> paths that are decided together.
+        scope: The jaxpr as it was read, with the value of every variable; see `dim_classes`.
+    """
+
+    findings: dict[str, Finding]
+    unreached: tuple[str, ...]
+    opaque: tuple[Opaque, ...]
+    groups: dict[str, tuple[str, ...]]
+    scope: Scope
+    _regions: Regions = dataclasses.field(repr=False)
+
+    def dim_classes(self, value: Value) -> tuple[DimClass, ...]:
+        """What each dim of a value in `scope` is."""
+        return tuple(self._dim_class(dim) for dim in value.dims)
+
+    def classes(self) -> tuple[ClassInfo, ...]:
+        """Every class that a fact speaks about, in program order."""
+        evidence = self._regions.evidence
+        members: dict[Atom, list[str]] = {}
+        for path, dims in evidence.params.items():
+            for axis, dim in enumerate(dims):
+                for atom in classes_in((dim,)):
+                    members.setdefault(atom, []).append(f"{path}[{axis}]")
+        return tuple(
+            ClassInfo(
+                number=self._regions.number[atom],
+                size=atom.size,
+                kind="stream" if atom in evidence.streams else evidence.kind(atom),
+                members=tuple(members.get(atom, ())),
+                produced=tuple(dict.fromkeys(fact.path for fact in known.produced)),
+                contracted=tuple(dict.fromkeys(fact.path for fact in known.contracted)),
+                cuts=tuple(sorted(atom.cuts)),
+                reasons=tuple(dict.fromkeys(known.whole + known.needed)),
+            )
+            for atom, known in evidence.known.items()
+        )
+
+    def __str__(self) -> str:
+        """One line per parameter, then what could not be read."""
+        lines = [_line(finding) for finding in self.findings.values()]
+        lines += [f"{path}: not reached by the traced call" for path in self.unreached]
+        lines += [f"{o.primitive}: {o.reason} {o.where}".rstrip() for o in self.opaque]
+        return "\n".join(lines)
+
+    def _dim_class(self, dim: Dim) -> DimClass:
+        regions, evidence = self._regions, self._regions.evidence
+        parts = regions.parts(dim)
+        split = {atom: region for region in regions.chosen for atom in region.classes}
+        if all(part.lead and part.lead[0] in split for part in parts):
+            option = regions.option(0, parts)
+            group = split[parts[0].lead[0]].name
+            return DimClass("region", group, option.units, option.classes, option.pieces)
+        atoms = resolve(dim)
+        if atoms and atoms[0] in evidence.streams:
+            known = evidence.known.get(atoms[0])
+            is_feature = known is not None and bool(known.produced or known.contracted)
+            return DimClass("feature" if is_feature else "position")
+        return DimClass("")
+
+
+def _line(finding: Finding) -> str:
+    place = (
+        "whole" if finding.dim is None else f"dim {finding.dim} in {finding.units} {finding.group}"
+    )
+    return f"{finding.path}: {finding.role}, {place}: " + "; ".join(finding.reasons)
+
+
+def analyse(
+    fn: Callable[..., Any],
+    params: Any,
+    *inputs: Any,
+    min_vocab: int = MIN_VOCAB,
+    signatures: Mapping[str, str] | None = None,
+) -> Analysis:
+    """Reads a model's dimensions from the program that `fn(params, *inputs)` is.
+
+    Traces abstractly, so arrays and `jax.ShapeDtypeStruct` do equally. Trace the forward function:
+    in a gradient every class is both produced and contracted.
+
+    Args:
+        fn: A pure function of the parameters and the inputs.
+        params: The parameters: any tree that `jaxtp.trees` reads, an `nnx.Module` included.
+        inputs: Trees of arrays or structs. Integer arrays that index a table make it a token table.
+        min_vocab: Rows from which a vocabulary is split.
+        signatures: More attention kernels for `handlers.SIGNATURES`, by primitive or kernel name.
+
+    Raises:
+        BadTree: TP046, if `params` is no tree of arrays.
+    """
+    plain, rebuild = trees.as_pytree(params)
+    closed = jax.make_jaxpr(lambda tree, *args: fn(rebuild(tree), *args))(plain, *inputs)
+    walk = Walk(HANDLERS, control.default, VIEWS, {**SIGNATURES, **(signatures or {})})
+    paths = [path for path, _ in trees.leaves(plain)]
+    values = [
+        walk.new(var.aval, Kind.PARAMETER, path=path)
+        for var, path in zip(closed.jaxpr.invars, paths, strict=False)
+    ]
+    held = {value.path: value.dims for value in values}
+    for var in closed.jaxpr.invars[len(paths) :]:
+        value = walk.new(var.aval, Kind.ACTIVATION)
+        if jax.numpy.issubdtype(var.aval.dtype, jax.numpy.integer):
+            value.token = value
+        values.append(value)
+    walk.run(closed, values)
+    return _conclude(
+        walk, {path: held[path] for path in paths if path in walk.used}, held, min_vocab
+    )
+
+
+def _conclude(
+    walk: Walk, reached: Mapping[str, Any], held: Mapping[str, Any], min_vocab: int
+) -> Analysis:
+    evidence = Evidence(reached, walk.facts, min_vocab)
+    regions = Regions(evidence)
+    reporter = Reporter(evidence, regions, walk.facts, walk.opaque)
+    return Analysis(
+        findings={path: reporter.finding(path) for path in reached},
+        unreached=tuple(path for path in held if path not in reached),
+        opaque=tuple(walk.opaque),
+        groups={region.name: tuple(region.options) for region in regions.chosen},
+        scope=walk.entered[0],
+        _regions=regions,
+    )

@@ -1,0 +1,277 @@
+"""Equations that hold programs, elementwise arithmetic, and primitives that nobody knows.
+
+Stage in: the walker, one equation, its operands. Stage out: the results; residual and offset facts.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxtp.rules.graph.facts import Offset, Residual, Whole
+from jaxtp.rules.graph.products import attention
+from jaxtp.rules.graph.walk import Kind, Result, Value, Walk, shape_of
+
+# One result of an operand's shape, and yet not elementwise.
+MIXING = frozenset(
+    [
+        *("all_to_all", "cholesky", "custom_linear_solve", "householder_product", "schur"),
+        *("triangular_solve", "tridiagonal", "tridiagonal_solve"),
+        *("ffi_call", "pallas_call", "pure_callback", "io_callback", "debug_callback"),
+    ]
+)
+
+
+def elementwise(walk: Walk, equation: Any, inputs: Sequence[Value]) -> list[Result]:
+    """Dims unify by position; size 1 and scalars link nothing."""
+    aval, name = equation.outvars[0].aval, equation.primitive.name
+    dims = ((),) * len(shape_of(aval))
+    for value in inputs:
+        if value.dims:
+            pairs = zip(dims, value.dims, strict=True)
+            dims = tuple(walk.classes.meet(one, two) for one, two in pairs)
+    result = walk.derive(aval, dims, inputs, elementwise=True)
+    if name == "eq" and result.token:
+        result.one_hot = any(v.kind is Kind.CONSTANT and any(v.dims) for v in inputs)
+    if name in ("add", "sub") and len(inputs) == 2:
+        _sum(walk, equation, result, inputs)
+    return [result]
+
+
+def _sum(walk: Walk, equation: Any, result: Value, sides: Sequence[Value]) -> None:
+    """Records what an addition says: a bias, or a step of the residual stream."""
+    bias, other = sorted(sides, key=lambda side: side.kind)
+    if bias.kind is Kind.PARAMETER and bias.path and other.product:
+        walk.facts.append(Offset(bias.path, other.product, equation))
+    if len(result.parents) == 2 and _is_residual(result):
+        result.residual = True
+        walk.facts.append(Residual(result.dims, equation))
+
+
+def _is_residual(total: Value) -> bool:
+    """Whether a sum is v (up to elementwise steps) plus what came from v through a kernel.
+
+    Both searches stop at earlier sums of the stream, so each looks at one block and the analysis
+    stays linear in the number of blocks. GELU's x + c x^3 and the rotary sum have no kernel in
+    between.
+    """
+    return any(_reaches(far, _origins(near, total.shape)) for near, far in _both(total.parents))
+
+
+def _both(sides: tuple[Value, ...]) -> tuple[tuple[Value, Value], tuple[Value, Value]]:
+    one, two = sides
+    return (one, two), (two, one)
+
+
+def _origins(value: Value, shape: tuple[int, ...]) -> set[Value]:
+    """What a value is, up to elementwise steps: floating-point values of the given shape."""
+    found: set[Value] = set()
+    pending = [value]
+    while pending:
+        value = pending.pop()
+        if value in found or value.shape != shape or not _is_float(value):
+            continue
+        found.add(value)
+        if value.elementwise and not value.residual:
+            pending.extend(value.parents)
+    return found
+
+
+def _reaches(value: Value, origins: set[Value]) -> bool:
+    """Whether `value` was computed from one of `origins` through at least one kernel."""
+    depth, seen = value.depth, set[Value]()
+    if not any(origin.depth < depth for origin in origins):
+        return False
+    oldest = min(origin.index for origin in origins)
+    pending = [value]
+    while pending:
+        value = pending.pop()
+        if value in seen or value.index < oldest:
+            continue
+        seen.add(value)
+        if value in origins and value.depth < depth:
+            return True
+        if not value.residual:
+            pending.extend(value.parents)
+    return False
+
+
+def _is_float(value: Value) -> bool:
+    return jnp.issubdtype(value.aval.dtype, jnp.floating)
+
+
+def inner_jaxpr(equation: Any) -> Any:
+    """The jaxpr in an equation's parameters that takes its operands as they are, or None."""
+    for param in equation.params.values():
+        body = getattr(param, "jaxpr", param)
+        if hasattr(body, "eqns") and hasattr(body, "outvars"):
+            shapes = [
+                [shape_of(var.aval) for var in side]
+                for side in (body.invars, equation.invars, body.outvars, equation.outvars)
+            ]
+            if shapes[0] == shapes[1] and shapes[2] == shapes[3]:
+                return body
+    return None
+
+
+def default(walk: Walk, equation: Any, inputs: Sequence[Value]) -> list[Result]:
+    """A primitive without a handler: a declared kernel, a call, elementwise, or no information."""
+    params, name = equation.params, equation.primitive.name
+    kernel = str(params.get("name") or params.get("target_name") or "")
+    label = f"{name}:{kernel}" if name in MIXING and kernel else name
+    signature = walk.signatures.get(kernel if name in MIXING else name)
+    if signature is not None:
+        results = attention(walk, equation, inputs, signature)
+        reason = f"its operands do not fit the declared signature {signature}"
+        return results or [*walk.give_up(equation, inputs, reason, label)]
+    if name in MIXING:
+        return [*walk.give_up(equation, inputs, "it is opaque", label)]
+    body = inner_jaxpr(equation)
+    if body is not None:
+        return [*walk.run(body, inputs)]
+    shape = shape_of(equation.outvars[0].aval) if len(equation.outvars) == 1 else None
+    if shape is not None and all(_broadcasts(value.shape, shape) for value in inputs):
+        return elementwise(walk, equation, inputs)
+    return [*walk.give_up(equation, inputs, "no rule is known for it", label)]
+
+
+def _broadcasts(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
+    """Whether an operand fits an elementwise result: a scalar, or equal up to sizes of 1."""
+    if not shape:
+        return True
+    fits = len(shape) == len(target)
+    return fits and all(a in (1, b) for a, b in zip(shape, target, strict=True))
+
+
+def _inside(walk: Walk, value: Value, active: bool, dims: Any = None, aval: Any = None) -> Value:
+    """A value as the body of a loop sees it: same lineage, possibly without its leading dim."""
+    kind = Kind.ACTIVATION if active else value.kind
+    known = {"path": value.path} if kind is Kind.PARAMETER else {}
+    parents = (value,) if value.kind is Kind.ACTIVATION else ()
+    return walk.new(
+        aval or value.aval,
+        kind,
+        value.dims if dims is None else dims,
+        depth=value.depth,
+        parents=parents,
+        scores=value.scores,
+        token=value.token,
+        **known,
+    )
+
+
+def _outside(walk: Walk, aval: Any, value: Value, dims: Any) -> Value:
+    """A loop body's result as the caller sees it."""
+    if value.kind is not Kind.ACTIVATION:
+        return walk.new(aval, value.kind, dims, path=value.path)
+    return walk.derive(aval, dims, [value], elementwise=True)
+
+
+def _is_active(inputs: Sequence[Value]) -> bool:
+    return any(value.kind is Kind.ACTIVATION for value in inputs)
+
+
+def _loop(
+    walk: Walk, body: Any, consts: Sequence[Value], carry: Sequence[Value], rows: Sequence[Value]
+) -> list[Value]:
+    """Reads a loop body once; what is carried out is what is carried in.
+
+    A carry counts as an activation from the start if anything that enters the loop is one: an
+    accumulator of zeros is one after the first step.
+    """
+    active = _is_active([*consts, *carry, *rows])
+    held = [_inside(walk, value, active) for value in carry]
+    results = walk.run(body, [*consts, *held, *rows])
+    for before, after in zip(held, results, strict=False):
+        for one, two in zip(before.dims, after.dims, strict=True):
+            walk.classes.unify(one, two)
+    return results
+
+
+def scan(walk: Walk, equation: Any, inputs: Sequence[Value]) -> list[Result]:
+    """Scanned operands lose their leading dim (the layer dim) and stacked results gain it.
+
+    How many operands are constants, carries and rows is read from ranks: the spelling differs
+    between versions.
+    """
+    body = equation.params["jaxpr"]
+    body = getattr(body, "jaxpr", body)
+    seen = [
+        len(shape_of(var.aval)) == len(value.shape)
+        for var, value in zip(body.invars, inputs, strict=True)
+    ]
+    kept = [
+        len(shape_of(inner.aval)) == len(shape_of(outer.aval))
+        for inner, outer in zip(body.outvars, equation.outvars, strict=True)
+    ]
+    num_rows, num_carry = seen.count(False), kept.count(True)
+    first = len(inputs) - num_rows
+    steps = walk.classes.fresh(equation.params["length"])
+    rows: list[Value] = []
+    for value, var in zip(inputs[first:], body.invars[first:], strict=True):
+        walk.classes.unify(steps, value.dims[0])
+        rows.append(_inside(walk, value, value.kind is Kind.ACTIVATION, value.dims[1:], var.aval))
+    if steps:
+        walk.facts.append(Whole(steps, "layer", equation))
+    carry = inputs[first - num_carry : first]
+    results = _loop(walk, body, inputs[: first - num_carry], carry, rows)
+    leads = [()] * num_carry + [(steps,)] * (len(results) - num_carry)
+    return [
+        _outside(walk, var.aval, value, lead + value.dims)
+        for var, value, lead in zip(equation.outvars, results, leads, strict=True)
+    ]
+
+
+def while_(walk: Walk, equation: Any, inputs: Sequence[Value]) -> list[Result]:
+    """A loop with a carry only; the condition is read for its uses of parameters."""
+    params = equation.params
+    tests, consts = params["cond_nconsts"], params["body_nconsts"]
+    carry = inputs[tests + consts :]
+    walk.run(params["cond_jaxpr"], [*inputs[:tests], *carry])
+    results = _loop(walk, params["body_jaxpr"], inputs[tests : tests + consts], carry, ())
+    return [
+        _outside(walk, var.aval, value, value.dims)
+        for var, value in zip(equation.outvars, results, strict=True)
+    ]
+
+
+def cond(walk: Walk, equation: Any, inputs: Sequence[Value]) -> list[Result]:
+    """All branches are read; their results are one."""
+    choice, *operands = inputs
+    branches = [walk.run(body, operands) for body in equation.params["branches"]]
+    results: list[Result] = []
+    for var, *values in zip(equation.outvars, *branches, strict=True):
+        dims = values[0].dims
+        for other in values[1:]:
+            dims = tuple(
+                walk.classes.meet(one, two) for one, two in zip(dims, other.dims, strict=True)
+            )
+        lineage = values if _is_active(values) else [choice, *values]
+        results.append(walk.derive(var.aval, dims, lineage, elementwise=True))
+    return results
+
+
+def shard_map(walk: Walk, equation: Any, inputs: Sequence[Value]) -> list[Result]:
+    """The body sees one shard: each dim is (shards, rest), and only the rest goes inside."""
+    body = equation.params["jaxpr"]
+    body = getattr(body, "jaxpr", body)
+    local: list[Value] = []
+    for var, value in zip(body.invars, inputs, strict=True):
+        dims = tuple(
+            walk.classes.align((dim,), (size // max(part, 1), part))[1]
+            for dim, size, part in zip(value.dims, value.shape, shape_of(var.aval), strict=True)
+        )
+        local.append(_inside(walk, value, value.kind is Kind.ACTIVATION, dims, var.aval))
+    results = walk.run(body, local)
+    return [
+        _outside(
+            walk,
+            var.aval,
+            value,
+            tuple(
+                walk.classes.fresh(size // max(part, 1)) + dim
+                for dim, size, part in zip(value.dims, shape_of(var.aval), value.shape, strict=True)
+            ),
+        )
+        for var, value in zip(equation.outvars, results, strict=True)
+    ]

@@ -1,0 +1,233 @@
+"""Facts -> what is known about each class: who produces and contracts it, and what forbids a split.
+
+Stage in: facts and the parameters' dims. Stage out: `Evidence`, which says for each class whether
+it may carry the tensor axis, as what, and if not, why not.
+
+The idea: a class that kernels produce and other kernels contract, without being the residual
+stream, is the inside of a column/row pair; splitting it costs one all-reduce at the contraction.
+Heads, kv heads and the MLP width are of that kind. Experts are classes that weights are stacked
+along; a vocabulary is what token ids index.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+
+from jaxtp.rules.graph.classes import Atom, Dim, Dims, dim_size, resolve, with_pieces
+from jaxtp.rules.graph.facts import Contraction, Fact, Lookup, Product, Residual, Whole
+
+INNER, EXPERT, VOCAB, SMALL = "inner", "expert", "vocab", "small"
+"""Kinds of class: between column and row kernels; experts; a vocabulary; one too small to split."""
+
+# A token table with fewer than 1/8 of the rows of the largest one is not a second vocabulary but a
+# table of positions or segments whose index the caller passes (a threshold found on published
+# models).
+MINOR_TABLE = 8
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Known:
+    """What the facts say about one class.
+
+    Attributes:
+        produced: Contractions whose weight has it as a free dim.
+        contracted: Contractions that sum over it.
+        stacked: Whether weights are stacked along it.
+        tables: Token tables whose rows it is.
+        whole: Why it must not be split.
+        needed: Operations that need all of it for each position: harmless for a vocabulary or
+            experts, where they work on a few numbers per token.
+    """
+
+    produced: list[Contraction] = dataclasses.field(default_factory=list[Contraction])
+    contracted: list[Contraction] = dataclasses.field(default_factory=list[Contraction])
+    stacked: bool = False
+    tables: list[Lookup] = dataclasses.field(default_factory=list[Lookup])
+    whole: list[str] = dataclasses.field(default_factory=list[str])
+    needed: list[str] = dataclasses.field(default_factory=list[str])
+
+
+def classes_in(dims: Iterable[Dim]) -> list[Atom]:
+    """The classes in some dims and in their pieces, once each, in order."""
+    return list(dict.fromkeys(atom for dim in dims for atom in with_pieces(dim)))
+
+
+class Evidence:
+    """What is known about every class once all facts are in.
+
+    Attributes:
+        params: Dims of each parameter.
+        uses: Contractions and lookups of each parameter, in program order.
+        known: Class -> what is known, in order of first appearance (and so independent of parameter
+            names).
+        streams: The residual stream: the dims of residual sums, and the features of token tables.
+        convolved: Parameters that a convolution uses.
+    """
+
+    def __init__(self, params: Mapping[str, Dims], facts: Sequence[Fact], min_vocab: int) -> None:
+        self.params = params
+        self.uses: dict[str, list[Contraction | Lookup]] = {path: [] for path in params}
+        self.known: dict[Atom, Known] = {}
+        self.streams: set[Atom] = set()
+        self.convolved: set[str] = set()
+        self._min_vocab = min_vocab
+        self._largest_table = 0
+        self._kinds: dict[Atom, str] = {}
+        self._writes: dict[int, bool] = {}
+        for fact in facts:
+            self._learn(fact)
+        self._forbid(fact for fact in facts if isinstance(fact, Product))
+        while self._demote():
+            pass
+
+    def of(self, atom: Atom) -> Known:
+        """What is known about a class; empty if nothing is."""
+        return self.known.setdefault(atom, Known())
+
+    def kind(self, atom: Atom) -> str:
+        """What a class may be split as: one of the four kinds, or "" if it is never split."""
+        if atom not in self._kinds:
+            self._kinds[atom] = "" if atom in self.streams else self._judge(atom)
+        return self._kinds[atom]
+
+    def leads_back(self, known: Known) -> bool:
+        """Whether a kernel that contracts it writes the stream; for low ranks none does."""
+        return not self.streams or any(self.writes_stream(fact) for fact in known.contracted)
+
+    def writes_stream(self, fact: Contraction) -> bool:
+        """Whether a contraction's output features, or a piece of them, are the residual stream."""
+        if id(fact) not in self._writes:
+            self._writes[id(fact)] = not self.streams.isdisjoint(classes_in(fact.free))
+        return self._writes[id(fact)]
+
+    def routes(self, path: str) -> bool:
+        """Whether a parameter is a router or its bias: it gives scores of experts, not work."""
+        products = [use for use in self.uses[path] if isinstance(use, Contraction)]
+        if products:
+            return any(
+                self.kind(atom) == EXPERT for use in products for atom in classes_in(use.free)
+            )
+        atoms = classes_in(self.params[path])
+        return bool(atoms) and all(self.kind(atom) == EXPERT for atom in atoms)
+
+    def _judge(self, atom: Atom) -> str:
+        known = self.known.get(atom, Known())
+        if known.stacked and all(self._only_stacks(fact) for fact in known.produced):
+            return EXPERT
+        if known.whole:
+            return ""
+        if known.tables:
+            rows = max(dim_size(table.rows) for table in known.tables)
+            major = known.produced or rows * MINOR_TABLE >= self._largest_table
+            return VOCAB if major and rows >= self._min_vocab else SMALL
+        if known.produced and not known.contracted:
+            pieces = [self.known.get(piece, Known()) for piece in with_pieces((atom,))]
+            if any(piece.contracted or piece.whole for piece in pieces):
+                return ""  # several projections in one: each piece is judged by itself
+            return VOCAB if atom.size >= self._min_vocab else SMALL
+        if not known.produced or known.needed:
+            return ""
+        return INNER if self.leads_back(known) else ""
+
+    def _only_stacks(self, fact: Contraction) -> bool:
+        """Whether a kernel produces expert scores only; a projection to heads makes widths too."""
+        return all(
+            atom in self.known and self.known[atom].stacked for atom in classes_in(fact.free)
+        )
+
+    def _learn(self, fact: Fact) -> None:
+        match fact:
+            case Contraction():
+                produced, contracted = classes_in(fact.free), classes_in(fact.summed)
+                for atom in contracted:
+                    self.of(atom).contracted.append(fact)
+                for atom in produced:
+                    self.of(atom).produced.append(fact)
+                    if atom in contracted:
+                        self.of(atom).whole.append(
+                            "recurrent: one kernel contracts and produces it"
+                        )
+                for atom in classes_in(fact.batch):
+                    self.of(atom).stacked = True
+                self.uses.get(fact.path, []).append(fact)
+            case Lookup():
+                for atom in classes_in((fact.rows,)):
+                    self.of(atom).stacked |= fact.kind == "experts"
+                    if fact.kind == "tokens":
+                        self.of(atom).tables.append(fact)
+                if fact.kind == "tokens":
+                    self.streams.update(classes_in(fact.features))
+                    self._largest_table = max(self._largest_table, dim_size(fact.rows))
+                self.uses.get(fact.path, []).append(fact)
+            case Residual():
+                self.streams.update(atom for dim in fact.dims for atom in resolve(dim))
+            case Whole():
+                binding = fact.why in ("conv", "layer")
+                for atom in classes_in((fact.dim,)):
+                    known = self.of(atom)
+                    (known.whole if binding else known.needed).append(f"{fact.why} needs all of it")
+                if fact.path:
+                    self.convolved.add(fact.path)
+            case _:
+                pass
+
+    def _forbid(self, products: Iterable[Product]) -> None:
+        """What attention sums over, and the width that it mixes, are never split.
+
+        A sum over positions (the values of attention, linear attention's state) mixes the free dims
+        of its operands. Scores are exempt: their free dims are positions and heads.
+        """
+        weights = {atom for dims in self.params.values() for atom in classes_in(dims)}
+        for fact in products:
+            for atom in classes_in(fact.summed):
+                self.of(atom).whole.append("summed in a product of two activations")
+            summed = [atom for dim in fact.summed for atom in resolve(dim)]
+            if any(atom in weights and atom not in self.streams for atom in summed):
+                continue
+            for free, scores in zip(fact.free, fact.scores, strict=True):
+                for atom in () if scores else classes_in(free):
+                    self.of(atom).whole.append(
+                        "mixed over positions by a product of two activations"
+                    )
+
+    def _demote(self) -> bool:
+        """Takes one class off the stream if splitting it is worth more than keeping it whole.
+
+        Needed for sums that look residual inside a region: value residuals carry heads from layer
+        to layer and Mamba adds D * x. Such a class would be an inner one, and more than half of the
+        parameter elements on it have no other dim to split.
+        """
+        worst: tuple[float, int] | None = None
+        victim = None
+        for atom in [a for a in self.known if a in self.streams]:
+            self.streams.discard(atom)
+            self._kinds.clear()
+            self._writes.clear()
+            inner = self._judge(atom) == INNER
+            self.streams.add(atom)
+            if not inner:
+                continue
+            self._kinds.clear()
+            self._writes.clear()
+            lost, total = self._at_stake(atom)
+            order = (lost / total, -total)
+            if 2 * lost > total and (worst is None or order > worst):
+                worst, victim = order, atom
+        if victim is not None:
+            self.streams.discard(victim)
+        self._kinds.clear()
+        self._writes.clear()
+        return victim is not None
+
+    def _at_stake(self, atom: Atom) -> tuple[int, int]:
+        """Elements of the parameters on a class: those without another dim to split, and all."""
+        lost = total = 0
+        for dims in self.params.values():
+            holding = [atom in classes_in((dim,)) for dim in dims]
+            if not any(holding):
+                continue
+            size = dim_size(sum(dims, ()))
+            others = [dim for dim, holds in zip(dims, holding, strict=True) if not holds]
+            total += size
+            if not any(self.kind(other) for other in classes_in(others)):
+                lost += size
+        return lost, total
