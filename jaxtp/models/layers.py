@@ -111,7 +111,7 @@ Layer = TypeVar("Layer", bound=nnx.Module)
 
 def stack_layers(make: Callable[[nnx.Rngs], Layer], num_layers: int, rngs: nnx.Rngs) -> Layer:
     """`num_layers` separately initialised modules as one, with a leading layer dim everywhere."""
-    return nnx.vmap(make, in_axes=0, out_axes=0)(rngs.fork(split=num_layers))
+    return nnx.vmap(make, in_axes=0, out_axes=0)(rngs.split(num_layers))
 
 
 def scan_layers(
