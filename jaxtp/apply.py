@@ -58,18 +58,29 @@ def shard(
         BadMesh: TP010, if arrays are to be placed on a mesh without devices.
         JaxtpError: whatever `make_plan` and `jaxtp.state_specs` raise.
     """
-    if plan is not None and options:
-        raise BadConfig(
-            f"a plan is given, so {join(options)} would have no effect",
-            fix="give these options to make_plan, or leave the plan out",
-        )
-    plan = plan or make_plan(tree, mesh, **options)
+    plan = plan_for(tree, mesh, plan, options)
     found = slots(tree, plan, state_overrides)
     is_abstract = all(isinstance(leaf, jax.ShapeDtypeStruct) for _, leaf in leaves(tree))
     shapes_only = is_abstract and not isinstance(mesh, Mesh)
     return place(
         tree, found, abstract_mesh(plan.mesh) if shapes_only else plan_mesh(mesh, plan.mesh)
     )
+
+
+def plan_for(tree: PyTree, mesh: Any, plan: Plan | None, options: Mapping[str, Any]) -> Plan:
+    """The given plan, or one made with these options.
+
+    Raises:
+        BadConfig: TP020, if there are both.
+    """
+    if plan is None:
+        return make_plan(tree, mesh, **options)
+    if options:
+        raise BadConfig(
+            f"a plan is given, so {join(options)} would have no effect",
+            fix="give these options to make_plan, or leave the plan out",
+        )
+    return plan
 
 
 def place(tree: PyTree, found: Mapping[str, Slot], mesh: Mesh | AbstractMesh) -> PyTree:

@@ -5,13 +5,14 @@ Stage in: arrays of the model's shape. Stage out: arrays of the stored shape, an
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxtp.errors import SizeMismatch
 
 
 def pad_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """`x` with zeros at the end of each dim up to `shape` (elements); `x` itself if it is there."""
-    if x.shape == shape:
+    if np.shape(x) == shape:  # a number has the shape ()
         return x
     return jnp.pad(x, [(0, want - have) for have, want in zip(x.shape, shape, strict=True)])
 

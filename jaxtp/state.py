@@ -16,9 +16,10 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtp.errors import (
+    BadMesh,
     BadSpec,
     ConflictingDecisions,
     JaxtpError,
@@ -110,16 +111,18 @@ def slots(tree: PyTree, plan: Plan, overrides: Overrides | None = None) -> dict[
     return follow(tree, params, plan.mesh, overrides)
 
 
-def array_slots(params: PyTree) -> dict[str, Slot]:
-    """The slots that placed parameters occupy, read from the arrays themselves.
+def array_slots(params: PyTree) -> tuple[dict[str, Slot], Mesh]:
+    """The slots that placed parameters occupy, read from the arrays themselves, and their mesh.
 
     Raises:
         StateNotPlaced: TP070, if an array is not on a mesh.
+        BadMesh: TP010, if they lie on several meshes.
     """
     found: dict[str, Slot] = {}
+    meshes: dict[Mesh, str] = {}
     for path, leaf in leaves(params):
         sharding = getattr(leaf, "sharding", None)
-        if not isinstance(sharding, NamedSharding):
+        if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
             raise StateNotPlaced(
                 f"the parameter lies on {sharding or 'no device'}, not on a mesh",
                 where=path,
@@ -127,7 +130,14 @@ def array_slots(params: PyTree) -> dict[str, Slot]:
             )
         shape = tuple(leaf.shape)
         found[path] = Slot(shape, shape, canonical(sharding.spec, len(shape), path))
-    return found
+        meshes.setdefault(sharding.mesh, path)
+    if len(meshes) != 1:
+        listed = join(f"{path} on {dict(mesh.shape)}" for mesh, path in meshes.items())
+        raise BadMesh(
+            f"the parameters lie on {len(meshes)} meshes: {listed}",
+            fix="params = jaxtp.shard(params, mesh) puts all of them on one",
+        )
+    return found, next(iter(meshes))
 
 
 def follow(

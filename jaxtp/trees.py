@@ -11,7 +11,7 @@ needs Flax itself, which is then already loaded.
 import dataclasses
 import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -126,9 +126,21 @@ def as_pytree(tree: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
 
 
 def parameters(tree: PyTree) -> PyTree:
-    """The parameters of a `TrainState`-like tree; any other tree as it is."""
-    has_state = hasattr(tree, "params") and hasattr(tree, "opt_state")
-    return tree.params if has_state else tree
+    """The parameters of a train state; any other tree as it is.
+
+    A train state has `params` beside `opt_state`, as attributes or keys, or it is an `nnx.Module`
+    beside its `nnx.Optimizer`.
+    """
+    if isinstance(tree, Mapping):
+        return tree["params"] if {"params", "opt_state"} <= tree.keys() else tree
+    if hasattr(tree, "params") and hasattr(tree, "opt_state"):
+        return tree.params
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is not None and isinstance(tree, tuple | list):
+        modules = [part for part in tree if isinstance(part, nnx.Module)]
+        if len(modules) == 1 and any(isinstance(part, nnx.Optimizer) for part in tree):
+            return modules[0]
+    return tree
 
 
 def leaves(tree: PyTree) -> list[tuple[str, Any]]:
