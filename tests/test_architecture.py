@@ -25,8 +25,8 @@ plan config
 rules
 planner
 state
-activations apply cost export init xla
-check search verify view
+activations apply cost export xla
+check init search verify view
 models
 io
 train
