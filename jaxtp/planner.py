@@ -3,13 +3,13 @@
 Stage in: any Flax tree and any mesh. Stage out: a `Plan`. Each step is one call into one module.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxtp import trees
 from jaxtp.mesh.axes import MeshShape
 from jaxtp.plan import Plan
-from jaxtp.rules import fallback, given, names, resolve, strictness
+from jaxtp.rules import dataflow, fallback, given, names, resolve, strictness
 from jaxtp.rules.dims import ModelDims
 
 
@@ -27,6 +27,8 @@ def make_plan(
     pad_vocab: bool = False,
     strict: bool = False,
     replicated_budget: float = 0.1,
+    fn: Any = None,
+    inputs: Sequence[Any] | None = None,
 ) -> Plan:
     """Decides where every parameter goes. Needs shapes and a mesh shape only; touches no device.
 
@@ -44,6 +46,9 @@ def make_plan(
         pad_vocab: Pad a vocabulary that does not divide, instead of keeping its table whole.
         strict: Refuse a plan that wastes devices or memory, instead of noting it.
         replicated_budget: Under `strict`, the share of all bytes that whole matrices may take.
+        fn: The forward function `fn(params, *inputs)` or a Linen module, traced for its dataflow;
+            not needed for an `nnx.Module` that is called on the inputs.
+        inputs: Example inputs, arrays or `jax.ShapeDtypeStruct`.
 
     Returns:
         A plan with one decision, and at least one reason, per leaf.
@@ -56,14 +61,19 @@ def make_plan(
         NothingSharded, ReplicatedTooMuch, IdleDevices: TP042, TP043, TP011, under `strict`.
     """
     shape = MeshShape.of(mesh, axis_names)
-    leaves = trees.flatten(trees.parameters(params))
+    tree = trees.parameters(params)
+    leaves = trees.flatten(tree)
     dims = ModelDims.of(config, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
     votes = [
         *names.votes(leaves, dims),
+        *dataflow.votes(fn, tree, inputs),
         *given.annotation_votes(leaves, shape),
         *given.override_votes(leaves, shape, overrides or {}),
     ]
     claims = resolve.decide(leaves, votes)
     shape, decisions = fallback.fit(claims, shape, policy, pad_vocab=pad_vocab)
-    notes = strictness.review(decisions, shape, mesh, strict=strict, budget=replicated_budget)
+    notes = (
+        *resolve.disagreements(claims),
+        *strictness.review(decisions, shape, mesh, strict=strict, budget=replicated_budget),
+    )
     return Plan(mesh=shape, decisions=decisions, policy=policy, notes=notes)

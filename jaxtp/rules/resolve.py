@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
 from jaxtp.errors import ConflictingDecisions, Problems
-from jaxtp.rules.roles import Placement, Role, Vote
+from jaxtp.rules.roles import Placement, Role, Source, Vote
 from jaxtp.trees import Param
 
 
@@ -22,11 +22,13 @@ class Claim:
         param: The parameter.
         vote: The winning vote.
         reasons: One sentence per source, the winner's last.
+        overruled: Weaker votes that knew better and wanted something else.
     """
 
     param: Param
     vote: Vote
     reasons: tuple[str, ...]
+    overruled: tuple[Vote, ...] = ()
 
 
 def decide(params: Mapping[str, Param], votes: Iterable[Vote]) -> list[Claim]:
@@ -44,7 +46,8 @@ def decide(params: Mapping[str, Param], votes: Iterable[Vote]) -> list[Claim]:
     problems = Problems()
     claims: list[Claim] = []
     for path, param in params.items():
-        ranked = sorted(by_path[path], key=lambda v: v.source)
+        # A source that saw nothing ("unknown") has no say against one that did.
+        ranked = sorted(by_path[path], key=lambda v: (v.role is not Role.UNKNOWN, v.source))
         winner = ranked[-1]
         for other in ranked[:-1]:
             if other.source == winner.source and not agree(other, winner):
@@ -57,16 +60,20 @@ def decide(params: Mapping[str, Param], votes: Iterable[Vote]) -> list[Claim]:
                 )
             winner = _refined(winner, other)
         reasons = tuple(_reason(v, winner) for v in ranked)
-        claims.append(Claim(param, winner, reasons))
+        overruled = tuple(v for v in ranked if _overrules(winner, v))
+        claims.append(Claim(param, winner, reasons, overruled))
     problems.raise_any()
     return claims
 
 
 def agree(a: Vote, b: Vote) -> bool:
     """Whether two votes want the same dims on the tensor axis."""
-    return a.spec == b.spec and [p and p.dim for p in a.placements] == [
-        p and p.dim for p in b.placements
-    ]
+    return a.spec == b.spec and _dims(a) == _dims(b)
+
+
+def _dims(vote: Vote) -> list[int | None]:
+    dims = [p and p.dim for p in vote.placements]
+    return dims if any(d is not None for d in dims) else []
 
 
 def _refined(winner: Vote, other: Vote) -> Vote:
@@ -84,9 +91,24 @@ def _finer(mine: Placement | None, theirs: Placement | None) -> Placement | None
     return theirs if math.prod(theirs.units) < math.prod(mine.units) else mine
 
 
+def disagreements(claims: Iterable[Claim]) -> list[str]:
+    """Where the dataflow overruled the names: one sentence a parameter, with both reasons."""
+    return [
+        f"{claim.param.path}: dataflow overrules names ({'; '.join(claim.reasons)})"
+        for claim in claims
+        if claim.vote.source is Source.DATAFLOW and claim.overruled
+    ]
+
+
+def _overrules(winner: Vote, vote: Vote) -> bool:
+    """Whether a weaker vote with an opinion of its own wanted something else."""
+    guess = vote.role is Role.UNKNOWN or (vote.role is Role.FUSED and not vote.placements)
+    return vote.source < winner.source and not guess and not agree(vote, winner)
+
+
 def _reason(vote: Vote, winner: Vote) -> str:
-    overruled = vote.source < winner.source and not agree(vote, winner)
-    return f"{vote.source.name.lower()}: {vote.reason}" + (" (overruled)" if overruled else "")
+    mark = " (overruled)" if _overrules(winner, vote) else ""
+    return f"{vote.source.name.lower()}: {vote.reason}{mark}"
 
 
 def _text(vote: Vote) -> str:

@@ -52,6 +52,9 @@ class Role(StrEnum):
     CONV = "conv"
     """A convolution: whole."""
 
+    WHOLE = "whole"
+    """Every device needs all of it, as the dataflow shows."""
+
     UNKNOWN = "unknown"
     """No evidence: whole, and listed."""
 

@@ -1,0 +1,90 @@
+"""Evidence from the model's own program: findings of `rules/graph` as votes.
+
+Stage in: a function with example inputs. Stage out: one vote for each parameter that the traced
+call reaches.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from jaxtp.errors import BadTree
+from jaxtp.rules.graph import Analysis, Finding, Option, analyse
+from jaxtp.rules.roles import Placement, Role, Source, Vote
+from jaxtp.trees import PyTree
+
+ROLES: dict[str, Role] = {
+    "replicated": Role.WHOLE,
+    "follower": Role.HEAD_TABLE,
+}
+"""Roles that the analysis words differently; the others have the same name."""
+
+
+def votes(fn: Any, params: PyTree, inputs: Sequence[Any] | None) -> Iterator[Vote]:
+    """Votes from one traced forward call; none if nothing was given to trace.
+
+    Args:
+        fn: A function of the parameters and the inputs, a Linen module, or None for an
+            `nnx.Module`, which is called itself.
+        params: The parameters, as given to `make_plan`.
+        inputs: Example inputs after the parameters: arrays or `jax.ShapeDtypeStruct`.
+
+    Raises:
+        BadTree: TP046, if there are inputs but nothing to call.
+    """
+    if fn is not None or inputs is not None:
+        yield from finding_votes(analyse(_callable(fn, params), params, *(inputs or ())))
+
+
+def _callable(fn: Any, params: PyTree) -> Callable[..., Any]:
+    if fn is None:
+        if not callable(params):
+            raise BadTree(
+                f"inputs were given, but a {type(params).__name__} cannot be called",
+                fix="pass fn=, a function of (params, *inputs), or the nnx.Module itself",
+            )
+        return lambda module, *args: module(*args)
+    if hasattr(fn, "apply") and hasattr(fn, "init"):
+        wrapped = "params" in params
+        return lambda tree, *args: fn.apply(tree if wrapped else {"params": tree}, *args)
+    return fn
+
+
+def finding_votes(analysis: Analysis) -> Iterator[Vote]:
+    """One vote per finding."""
+    groups: defaultdict[str, list[Finding]] = defaultdict(list)
+    for finding in analysis.findings.values():
+        groups[finding.group].append(finding)
+    for finding in analysis.findings.values():
+        role = ROLES.get(finding.role) or Role(finding.role)
+        reason = "; ".join(finding.reasons)
+        placements: tuple[Placement | None, ...] = ()
+        if finding.pieces:
+            reason += "; kept whole, since a contiguous cut would mix the pieces"
+        elif finding.dim is not None:
+            placements = tuple(_choices(finding, groups[finding.group]))
+            if None in placements:
+                reason += "; its leading units are minor elsewhere in the group, kept whole"
+        yield Vote(finding.path, Source.DATAFLOW, role, reason, placements, finding.group)
+
+
+def _choices(finding: Finding, group: Sequence[Finding]) -> Iterator[Placement | None]:
+    """Where the parameter may be split, in the order of its group's choices.
+
+    Members that lead with another class than the group's largest array (keys whose heads are tiled,
+    so that they are minor in the queries) would hold other heads on a device than it does.
+    """
+    rank = 1 + max(len(f.alternatives) for f in group)
+    for i in range(rank):
+        mine = _option(finding, i)
+        leads = [o.classes[:1] for f in group if (o := _option(f, i)) and not f.pieces]
+        same = mine is not None and mine.classes[:1] == max(leads, key=leads.count)
+        yield Placement(mine.dim, mine.units) if mine and same else None
+
+
+def _option(finding: Finding, index: int) -> Option | None:
+    if index:
+        return finding.alternatives[index - 1] if index <= len(finding.alternatives) else None
+    if finding.dim is None:
+        return None
+    return Option(finding.dim, finding.units, finding.classes, finding.pieces)
