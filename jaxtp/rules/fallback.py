@@ -248,6 +248,27 @@ def _given(claim: Claim, mesh: MeshShape, problems: Problems) -> ParamDecision:
         spec=full,
         role=claim.vote.role,
         reasons=claim.reasons,
+        group=claim.vote.group,
+        fallback=_price_of_given(claim, full, mesh),
+    )
+
+
+def _price_of_given(claim: Claim, spec: Spec, mesh: MeshShape) -> str:
+    """What an override costs against the placement it overrules; "" if it costs nothing.
+
+    A device that needs the other piece fetches it: a ring all-gather of the array sends (w - 1) / w
+    of its bytes (DESIGN 2), where w is the number of pieces.
+    """
+    wanted = next((p for v in claim.overruled for p in v.placements if p is not None), None)
+    if wanted is None or not spec:
+        return ""
+    better = mesh.ways(mesh.fit(wanted.units))
+    given = math.prod(mesh.ways(a for a in axes if a in mesh.tp) for axes in spec)
+    extra = claim.param.num_bytes * (1 / given - 1 / better)
+    wire = claim.param.num_bytes * (given - 1) / given
+    return (
+        f"given instead of dim {wanted.dim} {better}-way: costs {extra / 1e6:,.2f} MB per device"
+        + (f" and up to {wire / 1e6:,.2f} MB on the wire at each use" if given > 1 else "")
     )
 
 

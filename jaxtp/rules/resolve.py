@@ -77,7 +77,9 @@ def _dims(vote: Vote) -> list[int | None]:
 
 
 def _refined(winner: Vote, other: Vote) -> Vote:
-    if winner.group or winner.spec is not None or not agree(winner, other):
+    if winner.spec is not None:
+        return dataclasses.replace(winner, group=other.group or winner.group)
+    if winner.group or not agree(winner, other):
         return winner
     role = other.role if winner.role is Role.GIVEN else winner.role
     placements = tuple(map(_finer, winner.placements, other.placements))

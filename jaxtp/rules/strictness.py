@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxtp.errors import (
     BadMesh,
+    ConflictingDecisions,
     IdleDevices,
     JaxtpError,
     NothingSharded,
@@ -18,6 +19,7 @@ from jaxtp.errors import (
 from jaxtp.mesh.axes import MeshShape
 from jaxtp.mesh.build import hosts_along, idle_devices
 from jaxtp.plan import ParamDecision
+from jaxtp.rules.roles import Role
 
 
 def review(
@@ -33,11 +35,17 @@ def review(
         budget: Share of all bytes that whole matrices may take.
 
     Raises:
-        NothingSharded, ReplicatedTooMuch, IdleDevices, BadMesh: under `strict`, all together.
+        NothingSharded, ReplicatedTooMuch, ConflictingDecisions, IdleDevices, BadMesh: under
+            `strict`, all together.
     """
     if shape.tp_size == 1:
         return ()
-    found = [*_nothing(decisions, shape), *_whole(decisions, shape, budget), *_mesh(shape, mesh)]
+    found = [
+        *_nothing(decisions, shape),
+        *_whole(decisions, shape, budget),
+        *_groups(decisions, shape),
+        *_mesh(shape, mesh),
+    ]
     if strict:
         problems = Problems()
         for error in found:
@@ -76,6 +84,31 @@ def _whole(decisions: Sequence[ParamDecision], shape: MeshShape, budget: float) 
             fix=f"give heads= or config=, add overrides=, or raise replicated_budget={budget}",
         )
     ]
+
+
+def _groups(decisions: Sequence[ParamDecision], shape: MeshShape) -> list[JaxtpError]:
+    """Overrides that give one member of a group another number of ways than the rest has."""
+    members: dict[str, list[ParamDecision]] = {}
+    for d in decisions:
+        if d.group:
+            members.setdefault(d.group, []).append(d)
+    found: list[JaxtpError] = []
+    for group in members.values():
+        rest = {_ways(d, shape) for d in group if d.role is not Role.GIVEN and d.units}
+        for d in group:
+            if d.role is Role.GIVEN and rest and _ways(d, shape) not in rest:
+                found.append(
+                    ConflictingDecisions(
+                        f"given {_ways(d, shape)}-way, while its group is split {join(rest)} ways",
+                        where=d.path,
+                        fix="give all members of the group the same number of ways",
+                    )
+                )
+    return found
+
+
+def _ways(decision: ParamDecision, shape: MeshShape) -> int:
+    return shape.ways(a for axes in decision.spec for a in axes if a in shape.tp)
 
 
 def _mesh(shape: MeshShape, mesh: Any) -> list[JaxtpError]:
