@@ -128,6 +128,22 @@ def test_layers_start_out_different(model):
     assert all(np.abs(k[0] - k[1]).max() > 1e-3 for k in kernels if np.any(k))
 
 
+@pytest.mark.parametrize(
+    ("config", "block", "row", "fan_in"),
+    [
+        (LLAMA, "self_attn", "o_proj", 48),
+        (LLAMA, "mlp", "down_proj", 48),
+        (GPT2, "mlp", "c_proj", 128),
+    ],
+)
+def test_row_kernels_start_small_enough_for_the_depth(config, block, row, fan_in):
+    model = build(config)
+    layers = model.h if config is GPT2 else model.layers
+    kernel = getattr(getattr(layers, block), row).kernel[...]
+    # 3 layers add 6 row products to the stream: variance 1 / (6 fan_in) each.
+    np.testing.assert_allclose(kernel.std(), (6 * fan_in) ** -0.5, rtol=0.05)
+
+
 def test_a_future_token_changes_nothing_before_it(model):
     changed = TOKENS.at[:, 9].set((TOKENS[:, 9] + 1) % 64)
     before, after = run(model, TOKENS), run(model, changed)
