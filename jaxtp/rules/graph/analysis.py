@@ -18,7 +18,7 @@ from jaxtp.rules.graph.facts import Finding, Opaque
 from jaxtp.rules.graph.handlers import HANDLERS, SIGNATURES, VIEWS
 from jaxtp.rules.graph.regions import Regions
 from jaxtp.rules.graph.report import Reporter
-from jaxtp.rules.graph.walk import Kind, Scope, Value, Walk
+from jaxtp.rules.graph.walk import Index, Kind, Scope, Value, Walk
 
 MIN_VOCAB = 1024
 """Rows below which a vocabulary is not worth an all-reduce: a price, not a fact."""
@@ -179,7 +179,7 @@ def analyse(
     for var in closed.jaxpr.invars[len(paths) :]:
         value = walk.new(var.aval, Kind.ACTIVATION)
         if jax.numpy.issubdtype(var.aval.dtype, jax.numpy.integer):
-            value.token = value
+            value.index = Index(tokens=True)
         values.append(value)
     walk.run(closed, values)
     return _conclude(

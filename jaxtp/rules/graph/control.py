@@ -8,7 +8,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxtp.rules.graph.facts import Offset, Residual, Whole
+from jaxtp.rules.graph.classes import Dims
+from jaxtp.rules.graph.facts import Choice, Offset, Residual, Whole
 from jaxtp.rules.graph.products import attention
 from jaxtp.rules.graph.walk import Kind, Result, Value, Walk, shape_of
 
@@ -22,6 +23,13 @@ MIXING = frozenset(
 )
 
 
+# An index that is shifted, clipped, or wrapped when negative still picks from the same table; one
+# that is multiplied or divided does not. Comparisons are how it is wrapped.
+SAME_INDEX = frozenset(
+    ["add", "sub", "max", "min", "clamp", "select_n", "eq", "ne", "lt", "le", "gt", "ge"]
+)
+
+
 def elementwise(walk: Walk, equation: Any, inputs: Sequence[Value]) -> list[Result]:
     """Dims unify by position; size 1 and scalars link nothing."""
     aval, name = equation.outvars[0].aval, equation.primitive.name
@@ -30,12 +38,25 @@ def elementwise(walk: Walk, equation: Any, inputs: Sequence[Value]) -> list[Resu
         if value.dims:
             pairs = zip(dims, value.dims, strict=True)
             dims = tuple(walk.classes.meet(one, two) for one, two in pairs)
-    result = walk.derive(aval, dims, inputs, elementwise=True)
-    if name == "eq" and result.token:
-        result.one_hot = any(v.kind is Kind.CONSTANT and any(v.dims) for v in inputs)
+    result = walk.derive(aval, dims, inputs, elementwise=True, same_index=name in SAME_INDEX)
+    if name == "eq":
+        _compare(walk, equation, result, inputs)
     if name in ("add", "sub") and len(inputs) == 2:
         _sum(walk, equation, result, inputs)
     return [result]
+
+
+def _compare(walk: Walk, equation: Any, result: Value, sides: Sequence[Value]) -> None:
+    """Records a one-hot comparison: an index against a range along dims that only the range has."""
+    index = result.parents[0].index if result.parents else None
+    if index is None:
+        return
+    for side in sides:
+        for axis, dim in enumerate(side.dims if side.kind is Kind.CONSTANT else ()):
+            if dim and all(parent.shape[axis] == 1 for parent in result.parents):
+                result.one_hot = True
+                walk.pick(index, dim)
+                walk.facts.append(Choice(dim, index.tokens, equation))
 
 
 def _sum(walk: Walk, equation: Any, result: Value, sides: Sequence[Value]) -> None:
@@ -43,24 +64,13 @@ def _sum(walk: Walk, equation: Any, result: Value, sides: Sequence[Value]) -> No
     bias, other = sorted(sides, key=lambda side: side.kind)
     if bias.kind is Kind.PARAMETER and bias.path and other.product:
         walk.facts.append(Offset(bias.path, other.product, equation))
-    if len(result.parents) == 2 and _is_residual(result):
-        result.residual = True
-        walk.facts.append(Residual(result.dims, equation))
-
-
-def _is_residual(total: Value) -> bool:
-    """Whether a sum is v (up to elementwise steps) plus what came from v through a kernel.
-
-    Both searches stop at earlier sums of the stream, so each looks at one block and the analysis
-    stays linear in the number of blocks. GELU's x + c x^3 and the rotary sum have no kernel in
-    between.
-    """
-    return any(_reaches(far, _origins(near, total.shape)) for near, far in _both(total.parents))
-
-
-def _both(sides: tuple[Value, ...]) -> tuple[tuple[Value, Value], tuple[Value, Value]]:
-    one, two = sides
-    return (one, two), (two, one)
+    if len(result.parents) == 2:
+        for near, far in (result.parents, result.parents[::-1]):
+            inside = _branch(far, _origins(near, result.shape))
+            if inside is not None:
+                result.skip = near
+                walk.facts.append(Residual(result.dims, inside, equation))
+                return
 
 
 def _origins(value: Value, shape: tuple[int, ...]) -> set[Value]:
@@ -72,28 +82,39 @@ def _origins(value: Value, shape: tuple[int, ...]) -> set[Value]:
         if value in found or value.shape != shape or not _is_float(value):
             continue
         found.add(value)
-        if value.elementwise and not value.residual:
+        if value.elementwise and value.skip is None:
             pending.extend(value.parents)
     return found
 
 
-def _reaches(value: Value, origins: set[Value]) -> bool:
-    """Whether `value` was computed from one of `origins` through at least one kernel."""
-    depth, seen = value.depth, set[Value]()
-    if not any(origin.depth < depth for origin in origins):
-        return False
-    oldest = min(origin.index for origin in origins)
-    pending = [value]
+def _branch(end: Value, origins: set[Value]) -> tuple[Dims, ...] | None:
+    """Whether `end` was computed from one of `origins` through at least one kernel.
+
+    That makes the sum of the two residual; GELU's x + c x^3 and the rotary sum have no kernel in
+    between. The search goes back along the stream at earlier sums, never into their branches: a
+    mask added to the scores of every layer is no residual although later scores depend on it. So
+    the work per sum stays about one block.
+
+    Returns:
+        The dims of the residual sums inside the branch, or None.
+    """
+    if not any(origin.depth < end.depth for origin in origins):
+        return None
+    oldest = min(origin.order for origin in origins)
+    inside, seen, pending, found = list[Dims](), set[Value](), [end], False
     while pending:
         value = pending.pop()
-        if value in seen or value.index < oldest:
+        if value in seen or value.order < oldest:
             continue
         seen.add(value)
-        if value in origins and value.depth < depth:
-            return True
-        if not value.residual:
+        if value in origins:
+            found |= value.depth < end.depth
+        elif value.skip is not None:
+            inside.append(value.dims)
+            pending.append(value.skip)
+        else:
             pending.extend(value.parents)
-    return False
+    return tuple(inside) if found else None
 
 
 def _is_float(value: Value) -> bool:
@@ -155,7 +176,7 @@ def _inside(walk: Walk, value: Value, active: bool, dims: Any = None, aval: Any 
         depth=value.depth,
         parents=parents,
         scores=value.scores,
-        token=value.token,
+        index=value.index,
         **known,
     )
 

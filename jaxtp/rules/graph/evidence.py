@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
 from jaxtp.rules.graph.classes import Atom, Dim, Dims, dim_size, resolve, with_pieces
-from jaxtp.rules.graph.facts import Contraction, Fact, Lookup, Product, Residual, Whole
+from jaxtp.rules.graph.facts import Choice, Contraction, Fact, Lookup, Product, Residual, Whole
 
 INNER, EXPERT, VOCAB, SMALL = "inner", "expert", "vocab", "small"
 """Kinds of class: between column and row kernels; experts; a vocabulary; one too small to split."""
@@ -32,6 +32,7 @@ class Known:
         produced: Contractions whose weight has it as a free dim.
         contracted: Contractions that sum over it.
         stacked: Whether weights are stacked along it.
+        chosen: Whether a computed index is compared with a range along it (one-hot dispatch).
         tables: Token tables whose rows it is.
         whole: Why it must not be split.
         needed: Operations that need all of it for each position: harmless for a vocabulary or
@@ -41,6 +42,7 @@ class Known:
     produced: list[Contraction] = dataclasses.field(default_factory=list[Contraction])
     contracted: list[Contraction] = dataclasses.field(default_factory=list[Contraction])
     stacked: bool = False
+    chosen: bool = False
     tables: list[Lookup] = dataclasses.field(default_factory=list[Lookup])
     whole: list[str] = dataclasses.field(default_factory=list[str])
     needed: list[str] = dataclasses.field(default_factory=list[str])
@@ -69,6 +71,7 @@ class Evidence:
         self.known: dict[Atom, Known] = {}
         self.streams: set[Atom] = set()
         self.convolved: set[str] = set()
+        self._nested: set[Atom] = set()
         self._min_vocab = min_vocab
         self._largest_table = 0
         self._kinds: dict[Atom, str] = {}
@@ -103,15 +106,14 @@ class Evidence:
         """Whether a parameter is a router or its bias: it gives scores of experts, not work."""
         products = [use for use in self.uses[path] if isinstance(use, Contraction)]
         if products:
-            return any(
-                self.kind(atom) == EXPERT for use in products for atom in classes_in(use.free)
-            )
+            outputs = [classes_in(use.free) for use in products]
+            return any(out and all(self.kind(a) == EXPERT for a in out) for out in outputs)
         atoms = classes_in(self.params[path])
         return bool(atoms) and all(self.kind(atom) == EXPERT for atom in atoms)
 
     def _judge(self, atom: Atom) -> str:
         known = self.known.get(atom, Known())
-        if known.stacked and all(self._only_stacks(fact) for fact in known.produced):
+        if self._is_routed(known):
             return EXPERT
         if known.whole:
             return ""
@@ -128,11 +130,23 @@ class Evidence:
             return ""
         return INNER if self.leads_back(known) else ""
 
-    def _only_stacks(self, fact: Contraction) -> bool:
-        """Whether a kernel produces expert scores only; a projection to heads makes widths too."""
-        return all(
-            atom in self.known and self.known[atom].stacked for atom in classes_in(fact.free)
-        )
+    def _is_routed(self, known: Known) -> bool:
+        """Whether a class is one of experts.
+
+        Weights are stacked along it, and no kernel sums over it together with a width inside (that
+        would be a projection from heads). Or kernels produce it with a width inside, and it is
+        chosen from: by a one-hot comparison, or by sorting what a router produces with it alone.
+        """
+        if known.stacked:
+            return all(self._all(fact.summed, "stacked") for fact in known.contracted)
+        routers = sum(self._all(fact.free, "chosen", "needed") for fact in known.produced)
+        picked = known.chosen or (known.needed and routers)
+        return bool(picked) and routers < len(known.produced)
+
+    def _all(self, dims: Dims, *traits: str) -> bool:
+        """Whether all classes in some dims have one of the traits of `Known`."""
+        known = [self.known.get(atom, Known()) for atom in classes_in(dims)]
+        return all(any(getattr(one, trait) for trait in traits) for one in known)
 
     def _learn(self, fact: Fact) -> None:
         match fact:
@@ -158,8 +172,14 @@ class Evidence:
                     self.streams.update(classes_in(fact.features))
                     self._largest_table = max(self._largest_table, dim_size(fact.rows))
                 self.uses.get(fact.path, []).append(fact)
+            case Choice():
+                for atom in classes_in((fact.dim,)):
+                    self.of(atom).chosen |= not fact.tokens
             case Residual():
-                self.streams.update(atom for dim in fact.dims for atom in resolve(dim))
+                own = {atom for dim in fact.dims for atom in resolve(dim)}
+                self.streams |= own
+                inner = (atom for dims in fact.inside for dim in dims for atom in resolve(dim))
+                self._nested.update(atom for atom in inner if atom not in own)
             case Whole():
                 binding = fact.why in ("conv", "layer")
                 for atom in classes_in((fact.dim,)):
@@ -198,7 +218,7 @@ class Evidence:
         """
         worst: tuple[float, int] | None = None
         victim = None
-        for atom in [a for a in self.known if a in self.streams]:
+        for atom in [a for a in self.known if a in self.streams and a in self._nested]:
             self.streams.discard(atom)
             self._kinds.clear()
             self._writes.clear()

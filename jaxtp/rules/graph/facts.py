@@ -74,9 +74,16 @@ class Lookup:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Residual:
-    """A sum of a value and of something computed from it through a kernel: the residual stream."""
+    """A sum of a value and of something computed from it through a kernel: the residual stream.
+
+    Attributes:
+        dims: The dims of the sum.
+        inside: Dims of the residual sums inside the branch.
+        equation: The jaxpr equation.
+    """
 
     dims: Dims
+    inside: tuple[Dims, ...]
     equation: Any
 
 
@@ -113,6 +120,21 @@ class Whole:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Choice:
+    """An index is compared with a range along a dim: one-hot tokens or dispatch.
+
+    Attributes:
+        dim: The dim of the range.
+        tokens: Whether the index is an integer input; see `Lookup.kind`.
+        equation: The jaxpr equation.
+    """
+
+    dim: Dim
+    tokens: bool
+    equation: Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Opaque:
     """A primitive that gave no information.
 
@@ -129,7 +151,7 @@ class Opaque:
     where: str
 
 
-Fact = Contraction | Product | Lookup | Residual | Offset | Whole
+Fact = Contraction | Product | Lookup | Residual | Offset | Whole | Choice
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

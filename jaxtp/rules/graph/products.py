@@ -61,9 +61,7 @@ def multiply(
         return walk.derive(aval, dims, sides, scores=again)
     path, value = sides[weight].path, sides[1 - weight]
     if value.one_hot:
-        rows = tuple(atom for dim in summed for atom in dim)
-        walk.facts.append(Lookup(path, rows, free[weight], "tokens", equation))
-        return walk.derive(aval, dims, sides)
+        return _look_up(walk, equation, sides[weight], value, sum(summed, ()), free[weight], dims)
     fact = Contraction(path, summed, free[weight], batch, dim_size(sum(dims, ())), equation)
     walk.facts.append(fact)
     return walk.derive(aval, dims, sides, depth=value.depth + 1, scores=False, product=fact)
@@ -154,14 +152,23 @@ def gather(walk: Walk, equation: Any, inputs: Sequence[Value]) -> list[Result]:
         )
         return [walk.derive(aval, dims, inputs)]
     rows = tuple(atom for i in picked for atom in table.dims[i])
-    kind = "tokens" if index.token else "computed"
-    if index.kind is Kind.ACTIVATION and not index.token and any(index.dims[:-1]):
-        kind = "experts" if sum(1 for dim in features if dim) > 1 else kind
-    walk.facts.append(Lookup(table.path, rows, tuple(features), kind, equation))
+    return [_look_up(walk, equation, table, index, rows, tuple(features), dims)]
+
+
+def _look_up(
+    walk: Walk, equation: Any, table: Value, index: Value, rows: Dim, features: Dims, dims: Dims
+) -> Value:
+    """Rows of a parameter picked by an index, or by a product with its one-hot form."""
+    aval, kind = equation.outvars[0].aval, "computed"
+    if index.index:
+        walk.pick(index.index, rows)
+        matrices = sum(1 for dim in features if dim) > 1 and any(index.dims)
+        kind = "tokens" if index.index.tokens else "experts" if matrices else kind
+    walk.facts.append(Lookup(table.path, rows, features, kind, equation))
     if kind == "experts":
         # One matrix per token: it is still a weight for the product that follows.
-        return [walk.new(aval, Kind.PARAMETER, dims, path=table.path)]
-    return [walk.derive(aval, dims, inputs)]
+        return walk.new(aval, Kind.PARAMETER, dims, path=table.path)
+    return walk.derive(aval, dims, (table, index))
 
 
 def scatter(walk: Walk, equation: Any, inputs: Sequence[Value]) -> list[Result]:

@@ -129,21 +129,23 @@ class Regions:
         return regions
 
     def option(self, axis: int, parts: list[Part]) -> Option:
-        """Units are the leading classes that all parts share, or else a common divisor."""
-        shared = [
-            column[0]
-            for column in itertools.takewhile(
-                lambda column: len(set(column)) == 1,
-                zip(*(part.lead for part in parts), strict=False),
-            )
-        ]
-        units = tuple(atom.size for atom in shared)
-        cuts = tuple((part.start, part.stop) for part in parts) if len(parts) > 1 else ()
+        """Units are the leading classes that all parts share, or else a common divisor.
+
+        Experts that are routed by group are still single experts: their factors are one unit.
+        """
+        leads = zip(*(part.lead for part in parts), strict=False)
+        shared = [column[0] for column in itertools.takewhile(lambda c: len(set(c)) == 1, leads)]
+        units: list[Dim] = []
+        for atom in shared:
+            if units and EXPERT == self.evidence.kind(atom) == self.evidence.kind(units[-1][0]):
+                units[-1] += (atom,)
+            else:
+                units.append((atom,))
         return Option(
             dim=axis,
-            units=units or (math.gcd(*(part.lead[0].size for part in parts)),),
-            classes=tuple(self.number[atom] for atom in shared),
-            pieces=cuts,
+            units=tuple(map(dim_size, units)) or (math.gcd(*(p.lead[0].size for p in parts)),),
+            classes=tuple(self.number[unit[0]] for unit in units),
+            pieces=tuple((part.start, part.stop) for part in parts) if len(parts) > 1 else (),
         )
 
 

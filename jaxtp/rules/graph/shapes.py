@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxtp.rules.graph.classes import Dims
 from jaxtp.rules.graph.facts import Whole
-from jaxtp.rules.graph.walk import Result, Value, Walk, shape_of
+from jaxtp.rules.graph.walk import Index, Result, Value, Walk, shape_of
 
 
 def needs_whole(walk: Walk, equation: Any, value: Value, axes: Sequence[int]) -> None:
@@ -158,11 +158,12 @@ def reverse(walk: Walk, equation: Any, inputs: Sequence[Value]) -> list[Result]:
 
 
 def dynamic_slice(walk: Walk, equation: Any, inputs: Sequence[Value]) -> list[Result]:
-    """Full dims pass; partial ones need the whole dim and are fresh."""
+    """Full dims pass; partial ones need the whole dim and are fresh. A slice of a weight is one."""
     value, sizes = inputs[0], equation.params["slice_sizes"]
     partial = [i for i, (a, b) in enumerate(zip(value.shape, sizes, strict=True)) if a != b]
     needs_whole(walk, equation, value, partial)
-    return [keep_where_equal(walk, equation, value)]
+    dims = keep_where_equal(walk, equation, value)
+    return [walk.derive(equation.outvars[0].aval, dims, [value], view=True)]
 
 
 def dynamic_update_slice(walk: Walk, equation: Any, inputs: Sequence[Value]) -> list[Result]:
@@ -174,7 +175,7 @@ def dynamic_update_slice(walk: Walk, equation: Any, inputs: Sequence[Value]) -> 
     return [value.dims]
 
 
-def reduce(walk: Walk, equation: Any, inputs: Sequence[Value]) -> list[Result]:
+def reduce(walk: Walk, equation: Any, inputs: Sequence[Value]) -> list[Dims]:
     """Drops the reduced dims; operands of one reduction share theirs."""
     params = equation.params
     axes = params["axes"] if "axes" in params else params["dimensions"]
@@ -182,6 +183,13 @@ def reduce(walk: Walk, equation: Any, inputs: Sequence[Value]) -> list[Result]:
     dims = _merge(walk, arrays, None)
     kept = tuple(dim for i, dim in enumerate(dims) if i not in axes)
     return [kept for _ in equation.outvars]
+
+
+def argument(walk: Walk, equation: Any, inputs: Sequence[Value]) -> list[Result]:
+    """The position of an extreme: an index into the reduced dim."""
+    (dims,) = reduce(walk, equation, inputs)
+    rows = tuple(atom for axis in equation.params["axes"] for atom in inputs[0].dims[axis])
+    return [walk.derive(equation.outvars[0].aval, dims, inputs, index=Index(rows))]
 
 
 def cumulative(walk: Walk, equation: Any, inputs: Sequence[Value]) -> list[Result]:
@@ -204,7 +212,9 @@ def top_k(walk: Walk, equation: Any, inputs: Sequence[Value]) -> list[Result]:
     needs_whole(walk, equation, value, [axis])
     size = shape_of(equation.outvars[0].aval)[axis]
     dims = value.dims[:axis] + (walk.classes.fresh(size),) + value.dims[axis + 1 :]
-    return [dims for _ in equation.outvars]
+    values, chosen = (var.aval for var in equation.outvars)
+    index = walk.derive(chosen, dims, inputs, index=Index(value.dims[axis]))
+    return [walk.derive(values, dims, inputs), index]
 
 
 def window(walk: Walk, equation: Any, inputs: Sequence[Value]) -> list[Result]:

@@ -15,10 +15,11 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 from typing import Any
 
+import jax.numpy as jnp
 from jax.extend.core import Jaxpr, Literal, Var
 from jax.extend.source_info_util import summarize
 
-from jaxtp.rules.graph.classes import Classes, Dims, dim_size
+from jaxtp.rules.graph.classes import Classes, Dim, Dims, dim_size
 from jaxtp.rules.graph.facts import Contraction, Fact, Opaque
 
 
@@ -31,6 +32,19 @@ class Kind(IntEnum):
 
 
 @dataclasses.dataclass(slots=True, eq=False)
+class Index:
+    """What an integer value picks from; shared by all views of it.
+
+    Attributes:
+        rows: The dim that its values run over, () while unknown.
+        tokens: Whether it is an integer input of the model as it came in.
+    """
+
+    rows: Dim = ()
+    tokens: bool = False
+
+
+@dataclasses.dataclass(slots=True, eq=False)
 class Value:
     """An array of the traced program.
 
@@ -38,30 +52,29 @@ class Value:
         dims: One dim (tuple of atoms) per array dim.
         aval: Shape and dtype.
         kind: What it depends on.
-        index: Creation order; parents always have a smaller one.
+        order: Creation order; parents always have a smaller one.
         path: The parameter it is a view of, "" for anything else.
         depth: The largest number of kernels between an input and this value.
         parents: The activations it was computed from.
         elementwise: Whether it was computed from its parents position by position.
-        residual: Whether it is a sum on the residual stream.
+        skip: For a sum on the residual stream, the operand that is not the branch.
         scores: Whether it comes from a product of activations without a kernel in between.
-        token: The integer input that it holds, possibly offset or selected; None for computed
-            indices.
-        one_hot: Whether it compares `token` with a range.
+        index: What it picks from, if it holds integers.
+        one_hot: Whether it compares `index` with a range.
         product: The contraction that it is the output of, up to views.
     """
 
     dims: Dims
     aval: Any
     kind: Kind
-    index: int
+    order: int
     path: str = ""
     depth: int = 0
     parents: tuple["Value", ...] = ()
     elementwise: bool = False
-    residual: bool = False
+    skip: "Value | None" = None
     scores: bool = False
-    token: "Value | None" = None
+    index: Index | None = None
     one_hot: bool = False
     product: Contraction | None = None
 
@@ -175,6 +188,7 @@ class Walk:
         *,
         view: bool = False,
         elementwise: bool = False,
+        same_index: bool = False,
         **known: Any,
     ) -> Value:
         """The value that an equation computes from `inputs`.
@@ -185,6 +199,7 @@ class Walk:
             inputs: The operands.
             view: Whether it only moves, drops, repeats or converts elements.
             elementwise: Whether it works position by position.
+            same_index: Whether integers still pick the same thing, as they do in a view.
             known: Fields to set directly.
         """
         kind = max((v.kind for v in inputs), default=Kind.CONSTANT)
@@ -199,14 +214,22 @@ class Walk:
             "scores": any(v.scores for v in parents),
             "elementwise": elementwise,
         }
-        if view or elementwise:
-            token = parents[0].token
-            if token and all(v.token is token for v in parents):
-                fields["token"] = token
-                fields["one_hot"] = all(v.one_hot for v in parents)
+        index = parents[0].index
+        if (view or same_index) and all(v.index is index for v in parents):
+            fields["index"] = index
+            fields["one_hot"] = all(v.one_hot for v in parents)
+        elif jnp.issubdtype(aval.dtype, jnp.integer):
+            fields["index"] = Index()
         if view and len(parents) == 1:
             fields["product"] = parents[0].product
         return self.new(aval, kind, dims, **{**fields, **known})
+
+    def pick(self, index: Index, rows: Dim) -> None:
+        """An index picks along `rows`; what one index picks from, in whatever array, is one dim."""
+        if not index.rows:
+            index.rows = rows
+        elif dim_size(index.rows) == dim_size(rows):
+            self.classes.unify(index.rows, rows)
 
     def give_up(
         self, equation: Any, inputs: Sequence[Value], reason: str, name: str = ""
