@@ -1,5 +1,7 @@
 """The scripts a stranger runs: choosing a Python, making the environment, the quickstart."""
 
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -171,3 +173,40 @@ def test_constraints_are_plain_pins():
         pins = (ROOT / f"constraints-{name}.txt").read_text().splitlines()
         assert pins
         assert all(line.count("==") == 1 and "/" not in line for line in pins)
+
+
+def quickstart(folder, *arguments):
+    tiny = ["--steps", "4", "--batch-size", "4", "--seq-len", "16", "--eval-windows", "8"]
+    command = [sys.executable, "scripts/quickstart.py", "--folder", str(folder), *tiny, *arguments]
+    # As a stranger's shell: what the harness set for itself is not passed on.
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("JAX", "XLA", "TF_"))}
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def test_quickstart_trains_reports_and_saves(tmp_path):
+    run = quickstart(tmp_path)
+    assert run.returncode == 0, run.stderr
+    (folder,) = tmp_path.iterdir()
+    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [m["step"] for m in metrics] == [1, 2, 3, 4]
+    assert all(m["grad_norm"] > 0 and m["tokens_per_s"] > 0 and "lr" in m for m in metrics)
+    assert metrics[-1]["validation_loss"] < metrics[0]["loss"]
+    assert (folder / "checkpoint").is_dir()
+    for text in (
+        "plan for dp=2 x tp=4",
+        "layers/self_attn/q_proj/kernel",
+        "step     4 of 4",
+        "pairs of bytes",
+        "class Reader",
+        "arrays equal",
+    ):
+        assert text in run.stdout
+
+
+def test_quickstart_fails_when_the_loss_is_not_finite(tmp_path):
+    run = quickstart(tmp_path, "--learning-rate", "inf")
+    assert run.returncode == 1
+    assert "TP131" in run.stderr
+    assert "fix: lower the learning rate" in run.stderr
