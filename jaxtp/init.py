@@ -9,11 +9,10 @@ argument that could tell XLA where to put them. The compiled functions here say 
 
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import numpy as np
-import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtp.apply import place, plan_for
@@ -24,10 +23,13 @@ from jaxtp.plan import Plan
 from jaxtp.state import Overrides, Slot, array_slots, follow, slots
 from jaxtp.trees import PyTree, as_pytree, leaves, partition_spec
 
+if TYPE_CHECKING:
+    from optax import GradientTransformation
+
 
 def init_sharded(
     init_fn: Callable[[], PyTree],
-    tx: optax.GradientTransformation | None,
+    tx: "GradientTransformation | None",
     mesh: Mesh,
     *,
     plan: Plan | None = None,
@@ -75,7 +77,7 @@ def init_sharded(
 
 
 def init_optimizer(
-    tx: optax.GradientTransformation,
+    tx: "GradientTransformation",
     params: PyTree,
     *,
     state_overrides: Overrides | None = None,
@@ -107,7 +109,7 @@ def init_optimizer(
         return _compute(make, shapes, placed, auto_mesh(mesh), plain)
 
 
-def _optimizer(tx: optax.GradientTransformation, params: PyTree) -> PyTree:
+def _optimizer(tx: "GradientTransformation", params: PyTree) -> PyTree:
     if _is_module(params):
         nnx = sys.modules["flax.nnx"]
         return nnx.Optimizer(params, tx, wrt=nnx.Param)
