@@ -312,6 +312,17 @@ class BadTarget(JaxtpError, ValueError):
     code = "TP116"
 
 
+class CompileFailed(JaxtpError, RuntimeError):
+    """A step cannot be traced, carried to the compiler's process, or compiled for the target.
+
+    Example: arguments on two meshes; cuDNN attention outside of `shard_map`, whose partitioning rule is a
+    Python function that no other process has.
+    Fix: the message carries what JAX or XLA said; give such a step as `module:function`.
+    """
+
+    code = "TP117"
+
+
 class BadData(JaxtpError, ValueError):
     """The training text is missing or too short for one batch.
 
@@ -337,6 +348,16 @@ class BadUsage(JaxtpError, ValueError):
     """
 
     code = "TP132"
+
+
+class BadStep(JaxtpError, TypeError):
+    """A train step does not return the state that it was given: other arrays, shapes or types.
+
+    Why it matters: the new state could not take the old one's place, and every step would compile again.
+    Fix: return `(state, metrics)` or `state`; cast updated parameters back to their own type.
+    """
+
+    code = "TP133"
 
 
 def page(code: str) -> str:

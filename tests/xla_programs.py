@@ -1,6 +1,9 @@
 """A Llama-like train step in plain JAX, and a way to compile it for GPUs that are not there."""
 
 import functools
+import os
+import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -88,9 +91,9 @@ def abstract_mesh(dp, tp):
     return jax.sharding.AbstractMesh((dp, tp), ("dp", "tp"), axis_types=(AUTO, AUTO))
 
 
-def gpu_mesh(dp, tp):
+def gpu_mesh(dp, tp, kind="h100"):
     """A mesh of GPUs that are not there."""
-    target = Target.parse(f"h100:1x{dp * tp}")
+    target = Target.parse(f"{kind}:1x{dp * tp}")
     topology = topologies.get_topology_desc(
         platform="cuda", topology=target.topology, target_config=target.device.config
     )
@@ -104,3 +107,30 @@ def compile_here(dp, tp):
     mesh = gpu_mesh(dp, tp)
     step = jax.jit(make_step(mesh), donate_argnums=0)
     return step.lower(*arguments(mesh)).compile(dict(PREFLIGHT))
+
+
+def entry_step(mesh, *, split_down="out"):
+    """For `module:function`: the step with one weight stored along the wrong dim, not donated."""
+    params, tokens = arguments(mesh)
+    wrong = P(None, None, "tp") if split_down == "out" else P(None, "tp")
+    params["down"] = jax.ShapeDtypeStruct(
+        params["down"].shape, jnp.float32, sharding=NamedSharding(mesh, wrong)
+    )
+    return jax.jit(make_step(mesh)), (params, tokens)
+
+
+def entry_abort(mesh):
+    """What XLA does when an internal check fails."""
+    sys.stderr.write("F0000 hlo_thing.cc:42] Check failed: a cycle is detected\n")
+    sys.stderr.flush()
+    os.abort()
+
+
+def entry_sleep(mesh):
+    """A compiler that does not come back."""
+    time.sleep(60)
+
+
+def entry_error(mesh):
+    """A step that cannot be traced."""
+    raise ValueError("the model has no such layer")

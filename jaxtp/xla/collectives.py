@@ -21,6 +21,7 @@ KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective
 
 # Wrappers that say how an operation came to be, not what it is.
 _WRAPPER = re.compile(r"^(?:jit|jvp|transpose|vmap|remat|checkpoint|shard_map)\(")
+_COMBINED = re.compile(r"(.*/)?\((.*)\)")
 _PLUMBING = re.compile(
     r"while|body|cond|branch_\d+_fun|closed_call|eval_jaxpr|call_exported|pjit|remat|checkpoint|"
     r"rematted_computation|shard_map|custom_[jv]+p_call"
@@ -91,9 +92,18 @@ class Collective:
 def site(op_name: str) -> str:
     """An operation's name without loops, transformations and calls.
 
+    A combined message, which XLA names `prefix/(first:second:...)`, has the name of its first
+    part and the number of the others.
+
     >>> site("jit(step)/transpose(jvp())/while/body/closed_call/btf,fd->btd/dot_general")
     'btf,fd->btd/dot_general'
+    >>> site("jit(step)/transpose(jvp())/(q/transpose:k/transpose:norm/reduce_sum)")
+    'q/transpose + 2 more'
     """
+    if combined := _COMBINED.fullmatch(op_name):
+        first, *others = combined[2].split(":")
+        more = f" + {len(others)} more" if others else ""
+        return site((combined[1] or "") + first) + more
     parts: list[str] = []
     for part in op_name.split("/"):
         name = part

@@ -147,7 +147,9 @@ class Frame:
     function: str
 
     def __str__(self) -> str:
-        return f"{self.file.rsplit('/', 1)[-1]}:{self.line} {self.function}"
+        # `make.<locals>.layer.<locals>.<lambda>` is best known as `layer`.
+        names = [name for name in self.function.split(".<locals>.") if not name.startswith("<")]
+        return f"{self.file.rsplit('/', 1)[-1]}:{self.line} {names[-1] if names else ''}".strip()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,11 +180,18 @@ class Module:
         return "is_scheduled=true" in self.header
 
     @functools.cached_property
-    def aliased_parameters(self) -> frozenset[int]:
-        """Numbers of the entry's parameters whose memory an output reuses."""
+    def aliases(self) -> Mapping[int, int]:
+        """Number of an entry parameter -> number of the result that reuses its memory."""
         found = re.search(r"input_output_alias=", self.header)
         text = _span(self.header, found.end(), stop=",") if found else ""
-        return frozenset(int(number) for number in re.findall(r": \((\d+),", text))
+        pairs = re.findall(r"\{(\d*)\}: \((\d+),", text)
+        return {int(parameter): int(result or 0) for result, parameter in pairs}
+
+    @functools.cached_property
+    def parameters(self) -> tuple[Instruction, ...]:
+        """The step's arguments on one device, in order."""
+        found = [one for one in self.entry if one.opcode == "parameter"]
+        return tuple(sorted(found, key=lambda one: int(one.arguments)))
 
     @functools.cached_property
     def counts(self) -> Mapping[str, int]:

@@ -19,9 +19,10 @@ MEMORY_SHARE of the memory bandwidth; it hides communication too, though both co
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from jaxtp.mesh.topology import Target
-from jaxtp.xla.collectives import Collective
+from jaxtp.xla.collectives import Collective, site
 from jaxtp.xla.hlo import Computation, Instruction, Module
 from jaxtp.xla.work import matmul_flops, memory_bytes
 
@@ -97,6 +98,37 @@ class Schedule:
     def exposed(self, keep: Callable[[Collective], bool] = lambda _: True) -> float:
         """Seconds per step that a device waits for the collectives that `keep` selects."""
         return sum(one.exposed * one.repeat for one in self.windows if keep(one.collective))
+
+    def timeline(self) -> list[dict[str, Any]]:
+        """Both clocks as boxes to draw, in order of their start.
+
+        Each has `lane` ("compute" or "link"), `name`, `start`, `seconds`, `exposed` and `repeat`.
+        A loop shows its first turn and the one that stands for the rest, so boxes do not fill the
+        whole step.
+        """
+        work = [
+            {
+                "lane": "compute",
+                "name": site(one.op_name) or one.name,
+                "start": one.start,
+                "seconds": one.seconds,
+                "exposed": 0.0,
+                "repeat": one.repeat,
+            }
+            for one in self.products
+        ]
+        moves = [
+            {
+                "lane": "link",
+                "name": f"{one.collective.kind} {one.collective.site}".strip(),
+                "start": one.start,
+                "seconds": one.seconds,
+                "exposed": one.exposed,
+                "repeat": one.repeat,
+            }
+            for one in self.windows
+        ]
+        return sorted([*work, *moves], key=lambda box: box["start"])
 
     def hidden_share(self, keep: Callable[[Collective], bool] = lambda _: True) -> float:
         """1 - exposed / communication; 1 when there is nothing to hide."""
