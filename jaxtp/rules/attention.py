@@ -6,19 +6,18 @@ norms as wide as all heads, and tables with one entry per head.
 
 import dataclasses
 import math
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from jaxtp.errors import SizeMismatch, join
-from jaxtp.rules.blocks import Block, Leaf, lowest_common
+from jaxtp.rules import heads
+from jaxtp.rules.blocks import Block, Leaf, ancestors, lowest_common
+from jaxtp.rules.heads import Heads
 from jaxtp.rules.roles import Placement, Role, Source, Vote
-from jaxtp.rules.words import ATTENTION, ENTERS_ATTENTION, Word, spaced
+from jaxtp.rules.words import ATTENTION, ENTERS_ATTENTION, Word, head_norm
 
 KV_WORDS = frozenset({Word.K, Word.V, Word.KV})
 PARTED = frozenset({Word.QKV, Word.KV, Word.QKV_PER_HEAD})
-COMMON_HEAD_DIMS = (128, 64)
-"""Assumed head widths when nothing tells them: those of almost all published decoders."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,27 +39,6 @@ class Slot:
     parted: bool
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Heads:
-    """Heads of one attention block, and how they are known."""
-
-    query: int
-    kv: int
-    evidence: str
-
-    @property
-    def query_units(self) -> tuple[int, ...]:
-        """Query heads as (kv heads, query heads per kv head), which is how they are stored."""
-        if self.query % self.kv:
-            return (math.gcd(self.query, self.kv),)
-        return (self.kv, self.query // self.kv) if self.query > self.kv else (self.query,)
-
-    @property
-    def kv_units(self) -> tuple[int, ...]:
-        """Units of key and value projections."""
-        return (math.gcd(self.query, self.kv),) if self.query % self.kv else (self.kv,)
-
-
 def votes(block: Block) -> Iterator[Vote]:
     """Votes for every attention block of a tree.
 
@@ -69,16 +47,23 @@ def votes(block: Block) -> Iterator[Vote]:
     """
     members = [leaf for leaf in block.leaves.values() if leaf.name.word in ATTENTION]
     groups = lowest_common(members, _at_home, lambda leaf: leaf.name.word)
+    # A projection around whole blocks finds their queries below it, but none of its own.
+    groups = {
+        node: group
+        for node, group in groups.items()
+        if any(leaf.name.word in ENTERS_ATTENTION for leaf in group)
+    }
     extras = _extras(block, groups)
+    tables = heads.table_sizes(block)
     known: dict[str, Heads] = {}
     for node, group in groups.items():
         slots = [s for leaf in group if (s := _slot(block, leaf)) is not None]
-        heads = _heads(block, slots, extras.get(node, []))
-        if heads is not None:
-            known[node] = heads
-        yield from _group_votes(node, group, slots, heads)
-        if heads is not None:
-            yield from _norm_votes(node, extras.get(node, []), slots, heads)
+        near = next((tables[n] for n in _upwards(node) if n in tables), [])
+        found = _heads(block, slots, extras.get(node, []), near)
+        yield from _group_votes(node, group, slots, found)
+        if found is not None:
+            known[node] = found
+            yield from _norm_votes(node, extras.get(node, []), slots, found)
     _check_given(block, groups, known)
     yield from _table_votes(block, known)
 
@@ -115,10 +100,12 @@ def _slot(block: Block, leaf: Leaf) -> Slot | None:
         if parts:
             rest.remove(parts[0])
             parted = True
+    if len(rest) == 3 and word in (Word.Q, Word.O):
+        rest = [rest[0], rest[2]]  # (kv heads, query heads per kv head, head_dim): cut at kv heads
     if len(rest) > 2 or not rest:
         return None
     head_dim = sizes[rest[1]] if len(rest) == 2 else 0
-    return Slot(leaf, dims[rest[0]], sizes[rest[0]], head_dim, parted or word is Word.QKV_PER_HEAD)
+    return Slot(leaf, dims[rest[0]], sizes[rest[0]], head_dim, parted)
 
 
 def _model_dim(block: Block, leaf: Leaf) -> int:
@@ -129,56 +116,42 @@ def _model_dim(block: Block, leaf: Leaf) -> int:
     """
     rank = len(leaf.sizes)
     entering = leaf.name.word is not Word.O
-    first, last = 0, rank - 1
-    usual = first if entering != (block.out_first and rank == 2) else last
-    order = [usual, *(i for i in range(rank) if i != usual)]
-    found = block.stream_dim(leaf.sizes, order)
-    return usual if found is None else found
+    if rank == 2:
+        return 0 if entering != block.out_first(leaf) else 1
+    usual, other = (0, rank - 1) if entering else (rank - 1, 0)
+    order = (usual, other, *range(1, rank - 1))
+    for known in block.known(leaf):
+        found = next((i for i in order if leaf.sizes[i] in known), None)
+        if found is not None:
+            return found
+    return usual
 
 
-def _heads(block: Block, slots: list[Slot], norms: list[Leaf]) -> Heads | None:
-    """Head counts of one block, from 3-D kernels, given sizes, norms, or the usual widths."""
-    per_head = Word.KV_UP in {s.leaf.name.word for s in slots}
-    query = next((s for s in slots if s.leaf.name.word is Word.Q and not s.leaf.name.bias), None)
-    output = next((s for s in slots if s.leaf.name.word is Word.O), None)
-    whole = output if per_head or query is None else query
+def _heads(
+    block: Block, slots: list[Slot], norms: list[Leaf], tables: list[tuple[int, ...]]
+) -> Heads | None:
+    """Head counts of one block, from 3-D kernels, given sizes, norms, tables or usual widths."""
+    kernels = [s for s in slots if not s.leaf.name.bias]
+    query = next((s for s in kernels if s.leaf.name.word is Word.Q), None)
+    whole = next((s for s in kernels if s.leaf.name.word is Word.O), query)
     if whole is None:
         return None
-    kv = next((s for s in slots if s.leaf.name.word in KV_WORDS and s.parted), None)
+    kv = next((s for s in kernels if s.leaf.name.word in KV_WORDS and s.parted), None)
     if whole.head_dim:
+        whole = query or whole
         count = kv.size if kv is not None and kv.head_dim else whole.size
         return Heads(whole.size, count, f"kernel of {whole.size} heads x {whole.head_dim}")
-    kv_size = whole.size if kv is None or per_head else kv.size
-    head_dim, evidence = _head_dim(block, whole.size, kv_size, norms)
-    if not head_dim:
-        return None
-    return Heads(whole.size // head_dim, kv_size // head_dim, evidence)
+    # A query wider than the output carries a gate beside each head, or a position part.
+    kv_size = whole.size if kv is None or kv.size > whole.size else kv.size
+    return heads.count(block.dims, whole.size, kv_size, norms, tables)
 
 
-def _head_dim(block: Block, query: int, kv: int, norms: list[Leaf]) -> tuple[int, str]:
-    """Width of a head in a flat projection of `query` and `kv` elements, and how it is known."""
-    dims = block.dims
-    if dims.head_dim and query % dims.head_dim == 0 and kv % dims.head_dim == 0:
-        return dims.head_dim, f"head_dim {dims.head_dim} was given"
-    if dims.heads and query % dims.heads == 0 and kv % (query // dims.heads) == 0:
-        return query // dims.heads, f"{dims.heads} heads were given"
-    for norm in norms:
-        width = norm.sizes[-1] if norm.sizes else 0
-        if 1 < width < min(query, kv + 1) and query % width == 0 and kv % width == 0:
-            return width, f"a norm inside attention is {width} wide, one head"
-    if dims.heads or dims.head_dim:
-        return 0, ""
-    # Fewer, wider units than there may be: a cut between them never cuts a head in two, as long as
-    # heads are not wider. Grouped-query keys get the widest, since they have the fewest heads.
-    wide = ((256,) if kv < query else ()) + (COMMON_HEAD_DIMS if query >= 2048 else (64,))
-    fits = [w for w in wide if query % w == 0 and kv % w == 0]
-    # Head counts are even in nearly all models: 3200 is 32 x 100 or 40 x 80 before it is 25 x 128.
-    width = next((w for w in fits if query // w % 2 == 0), fits[0] if fits else 0)
-    return width, f"head_dim {width} assumed; give heads= to be sure"
+def _upwards(node: str) -> tuple[str, ...]:
+    return (node, *ancestors(node)) if node else ("",)
 
 
 def _group_votes(
-    node: str, group: list[Leaf], slots: list[Slot], heads: Heads | None
+    node: str, group: list[Leaf], slots: list[Slot], found: Heads | None
 ) -> Iterator[Vote]:
     by_path = {s.leaf.param.path: s for s in slots}
     name = f"{node}:attention"
@@ -192,20 +165,26 @@ def _group_votes(
         if word is Word.O and leaf.name.bias:
             yield whole(Role.ROW_BIAS, "bias of the output projection, added once")
         elif word is Word.LOW_RANK:
-            yield whole(Role.LOW_RANK, "low-rank projection that all heads share")
-        elif slot is None or heads is None:
+            yield whole(Role.LOW_RANK, "low-rank factor: small, and its rank stays together")
+        elif slot is None or found is None:
             yield whole(Role.UNKNOWN, f"{word}, but the number of heads is unknown; give heads=")
-        elif not slot.parted or (word is Word.QKV_PER_HEAD and slot.size % (3 * heads.query)):
+        elif not (slot.parted or _per_head(slot, slots)):
             yield whole(
                 Role.FUSED, f"{word} share {slot.size}, one after another or in unknown order"
             )
         else:
-            yield _head_vote(name, slot, heads)
+            yield _head_vote(name, slot, found)
 
 
-def _head_vote(name: str, slot: Slot, heads: Heads) -> Vote:
+def _per_head(slot: Slot, slots: list[Slot]) -> bool:
+    """Whether q, k and v of each head lie together: only where there are as many of each."""
+    outputs = {s.size for s in slots if s.leaf.name.word is Word.O}
+    return slot.leaf.name.word is Word.QKV_PER_HEAD and outputs == {slot.size // 3}
+
+
+def _head_vote(name: str, slot: Slot, found: Heads) -> Vote:
     word = slot.leaf.name.word
-    units = heads.kv_units if word in KV_WORDS else heads.query_units
+    units = found.kv_units if word in KV_WORDS else found.query_units
     count = math.prod(units)
     role = Role.ROW if word is Word.O else Role.COLUMN_BIAS if slot.leaf.name.bias else Role.COLUMN
     if slot.size % count:
@@ -213,54 +192,51 @@ def _head_vote(name: str, slot: Slot, heads: Heads) -> Vote:
             slot.leaf.param.path,
             Source.NAMES,
             Role.UNKNOWN,
-            f"{word} of {slot.size} is not a multiple of {count} heads",
+            f"{word} of {slot.size} is not a multiple of {count} {found.noun}",
             group=name,
         )
-    reason = f"{word}, dim {slot.dim} holds {count} heads ({heads.evidence})"
+    reason = f"{word}, dim {slot.dim} holds {count} {found.noun} ({found.evidence})"
     placement = Placement(slot.dim, units)
     return Vote(slot.leaf.param.path, Source.NAMES, role, reason, (placement,), name)
 
 
-def _norm_votes(node: str, norms: list[Leaf], slots: list[Slot], heads: Heads) -> Iterator[Vote]:
-    """A norm over all heads at once follows them; one of a head's width is the same on every
-    device.
-    """
+def _norm_votes(node: str, norms: list[Leaf], slots: list[Slot], found: Heads) -> Iterator[Vote]:
+    """A norm over all heads at once follows them; one as wide as a head is whole everywhere."""
     widths = {s.size: s for s in slots if s.leaf.name.word in KV_WORDS and not s.leaf.name.bias}
     widths |= {s.size: s for s in slots if s.leaf.name.word is Word.Q and not s.leaf.name.bias}
     for norm in norms:
-        module = spaced(norm.nodes[0].rpartition("/")[2])
-        is_key = re.search(r"\bk\b|\bkey\b", module) is not None
-        if len(norm.sizes) != 1 or not (is_key or re.search(r"\bq\b|\bquery\b", module)):
+        kind = head_norm(norm.nodes[0])
+        slot = widths.get(math.prod(norm.sizes))
+        if not kind or slot is None or slot.head_dim:
             continue
-        slot = widths.get(norm.sizes[0])
-        if slot is None or slot.head_dim:
+        units = found.kv_units if kind.startswith("k") else found.query_units
+        count = math.prod(units)
+        dim = norm.core[0] if len(norm.sizes) == 1 or norm.sizes[0] == count else norm.core[-1]
+        if norm.param.shape[dim] % count:
             continue
-        units = heads.kv_units if is_key else heads.query_units
-        reason = f"norm over all {math.prod(units)} heads at once, follows them"
+        reason = f"norm over all {count} heads at once, follows them"
+        placement = Placement(dim, units)
         yield Vote(
-            norm.param.path,
-            Source.NAMES,
-            Role.NORM,
-            reason,
-            (Placement(norm.core[0], units),),
-            f"{node}:attention",
+            norm.param.path, Source.NAMES, Role.NORM, reason, (placement,), f"{node}:attention"
         )
 
 
 def _table_votes(block: Block, known: dict[str, Heads]) -> Iterator[Vote]:
     """Tables with one entry per head follow the heads of the nearest attention blocks."""
     below: dict[str, set[Heads]] = {}
-    for node, heads in known.items():
+    for node, found in known.items():
         parts = node.split("/") if node else []
         for n in range(len(parts) + 1):
-            below.setdefault("/".join(parts[:n]), set()).add(heads)
+            below.setdefault("/".join(parts[:n]), set()).add(found)
     for leaf in block.leaves.values():
         if leaf.name.word is not Word.HEAD_TABLE:
             continue
         near = next((below[n] for n in leaf.nodes if n in below), set[Heads]())
         units = {h.query_units for h in near}
         counts = {h.query for h in near}
-        fits = [d for d in leaf.core if {leaf.param.shape[d]} == counts]
+        looked_up = leaf.param.path.endswith("/embedding")
+        dims = leaf.core[-1:] if looked_up else leaf.core
+        fits = [d for d in dims if {leaf.param.shape[d]} == counts]
         if len(fits) != 1 or len(units) != 1:
             reason = "one entry per head, but the heads' dim cannot be told apart"
             yield Vote(leaf.param.path, Source.NAMES, Role.HEAD_TABLE, reason)
@@ -275,7 +251,8 @@ def _check_given(
 ) -> None:
     """Given heads that fit nowhere are a mistake; two towers, of which one fits, are not."""
     dims = block.dims
-    if not dims.heads or not groups or any(h.query == dims.heads for h in known.values()):
+    fits = any(dims.heads in (h.query, h.kv) for h in known.values())
+    if not dims.heads or not dims.insist or not groups or fits:
         return
     node, group = next(iter(groups.items()))
     kernels = [leaf.param for leaf in group if not leaf.name.bias]

@@ -50,23 +50,29 @@ class Block:
         dims: Sizes the user gave.
         streams: Sizes of the residual stream: the given one and the width of token tables.
         widths: Sizes of norm vectors, a weaker sign of the same.
-        out_first: Whether flat kernels are stored (out, in), as FlaxConv1D and PyTorch do.
+        near: Node -> sizes of norm vectors below it: a tower or stage may have a width of its own.
+        order: Node -> how many kernels below it are stored (out, in), as FlaxConv1D and PyTorch
+            do, less how many are stored (in, out).
     """
 
     leaves: Mapping[str, Leaf]
     dims: ModelDims
     streams: frozenset[int]
     widths: frozenset[int]
-    out_first: bool
+    near: Mapping[str, frozenset[int]]
+    order: Mapping[str, int]
 
-    def stream_dim(self, sizes: tuple[int, ...], prefer: Iterable[int]) -> int | None:
-        """Index of the residual-stream dim in `sizes`, trying `prefer` in order, or None."""
-        order = tuple(prefer)
-        for known in (self.streams, self.widths):
-            found = [i for i in order if sizes[i] in known]
-            if found:
-                return found[0]
-        return None
+    def known(self, leaf: Leaf) -> tuple[frozenset[int], ...]:
+        """Sets of residual-stream widths for a leaf, the best evidence first.
+
+        A norm right beside a block tells more than the token table of the whole model.
+        """
+        near = next((self.near[n] for n in leaf.nodes if n in self.near), frozenset[int]())
+        return (near, self.streams, self.widths)
+
+    def out_first(self, leaf: Leaf) -> bool:
+        """Whether flat kernels near a leaf are stored (out, in)."""
+        return next((self.order[n] for n in leaf.nodes if self.order.get(n)), 0) > 0
 
 
 def read(params: Mapping[str, Param], dims: ModelDims) -> Block:
@@ -76,20 +82,27 @@ def read(params: Mapping[str, Param], dims: ModelDims) -> Block:
         path: Leaf(param, words.read(path, attention), ancestors(path))
         for path, param in params.items()
     }
+    _mark_listed_biases(leaves.values())
     streams = {dims.hidden_size} - {0}
     for leaf in leaves.values():
         shape = leaf.param.shape
         if leaf.name.word is Word.TOKENS and not leaf.name.bias and len(shape) == 2:
             streams.add(shape[1] if shape[0] not in streams else shape[0])
     norms = [leaf for leaf in leaves.values() if leaf.name.word is Word.NORM]
-    widths = {leaf.param.shape[-1] for leaf in norms if len(leaf.param.shape) == 1}
     _mark_stacks(leaves.values(), norms, streams, dims)
+    near: defaultdict[str, set[int]] = defaultdict(set)
+    for norm in norms:
+        ours = len(norm.sizes) == 1 and not words.head_norm(norm.nodes[0])
+        for node in norm.nodes[1:] if ours else ():
+            near[node].add(norm.sizes[0])
+    widths = frozenset(near.get("", ()))
     return Block(
         leaves=leaves,
         dims=dims,
         streams=frozenset(streams),
-        widths=frozenset(widths | {max(n.sizes) for n in norms if n.stack is not None}),
-        out_first=_out_first(leaves.values(), streams | widths),
+        widths=widths,
+        near={node: frozenset(found) for node, found in near.items()},
+        order=_order(leaves.values(), widths | frozenset(streams)),
     )
 
 
@@ -141,18 +154,42 @@ def _attention_nodes(params: Mapping[str, Param]) -> frozenset[str]:
     return frozenset(n for n, found in children.items() if {Word.Q, Word.K, Word.V} <= found)
 
 
+def _mark_listed_biases(leaves: Iterable[Leaf]) -> None:
+    """In trees of plain lists a vector beside one matrix is its bias: nothing has a name there."""
+    lists: defaultdict[str, list[Leaf]] = defaultdict(list)
+    for leaf in leaves:
+        if leaf.param.path.rpartition("/")[2].isdigit():
+            lists[leaf.nodes[0]].append(leaf)
+    for node, items in lists.items():
+        ranks = [len(leaf.param.shape) for leaf in items]
+        if ranks.count(1) == 1 and len(items) == 2:
+            for leaf in items:
+                leaf.name = leaf.name._replace(stem=node, bias=len(leaf.param.shape) == 1)
+
+
 def _mark_stacks(
     leaves: Iterable[Leaf], norms: Iterable[Leaf], streams: set[int], dims: ModelDims
 ) -> None:
     """Finds layer dims: under a module whose norm scales are (layers, width) or (width, layers)."""
+    held = {
+        (node, d, size)
+        for leaf in leaves
+        if len(leaf.param.shape) > 2
+        for node in leaf.nodes
+        for d, size in enumerate(leaf.param.shape)
+    }
     stacks: dict[str, tuple[int, int]] = {}
-    for norm in norms:
-        shape = norm.param.shape
-        if len(shape) != 2 or len(norm.nodes) < 2:
+    # nodes[0] is the norm module itself; what it normalises for are its siblings.
+    scales = [n for n in norms if len(n.param.shape) == 2 and len(n.nodes) > 1]
+    for norm in sorted(scales, key=lambda n: not streams & set(n.param.shape)):
+        shape, node = norm.param.shape, norm.nodes[1]
+        if any(n in stacks and shape[stacks[n][0]] == stacks[n][1] for n in norm.nodes):
             continue
-        width = next((d for d in (1, 0) if shape[d] in streams), 1)
-        # nodes[0] is the norm module itself; what it normalises for are its siblings.
-        stacks.setdefault(norm.nodes[1], (1 - width, shape[1 - width]))
+        known = next((d for d in (1, 0) if shape[d] in streams), None)
+        # Without a known width the layers are the smaller dim: no model is deeper than wide.
+        layer = (0 if shape[0] <= shape[1] else 1) if known is None else 1 - known
+        if (node, layer, shape[layer]) in held:
+            stacks.setdefault(node, (layer, shape[layer]))
     for leaf in leaves:
         found = next((stacks[n] for n in leaf.nodes if n in stacks), None)
         shape = leaf.param.shape
@@ -164,18 +201,31 @@ def _mark_stacks(
 
 def _looks_stacked(leaf: Leaf, dims: ModelDims) -> bool:
     """Without norms to go by: a leading dim as long as the model is deep, in no numbered layer."""
-    shape = leaf.param.shape
+    if len(leaf.param.shape) < 3 or leaf.param.shape[0] != dims.layers:
+        return False
     numbered = any(part.rpartition("_")[2].isdigit() for part in leaf.param.path.split("/"))
-    deep = bool(dims.layers) and len(shape) > 2 and shape[0] == dims.layers != dims.heads
-    return deep and not numbered and shape[0] not in (dims.kv_heads, dims.experts)
+    return not numbered and dims.layers not in (dims.heads, dims.kv_heads, dims.experts)
 
 
-def _out_first(leaves: Iterable[Leaf], streams: set[int]) -> bool:
-    """Whether flat kernels that enter a block are stored (out, in): most of the non-square."""
-    enters = {Word.IN, Word.IN_FUSED, Word.Q, Word.K, Word.V, Word.QKV, Word.QKV_PER_HEAD}
-    balance = 0
+def _order(leaves: Iterable[Leaf], streams: frozenset[int]) -> dict[str, int]:
+    """Per node, kernels stored (out, in) less kernels stored (in, out).
+
+    A bias is as long as its kernel's output. Only where a tree has no such bias do names and the
+    residual stream have to tell, each kind of kernel once.
+    """
+    kernels = {leaf.name.stem: leaf for leaf in leaves if not leaf.name.bias and _flat(leaf)}
+    order: Counter[str] = Counter()
     for leaf in leaves:
-        if leaf.name.word in enters and not leaf.name.bias and len(leaf.sizes) == 2:
-            a, b = (size in streams for size in leaf.sizes)
-            balance += b - a
-    return balance > 0
+        kernel = kernels.get(leaf.name.stem)
+        if leaf.name.bias and kernel is not None and len(leaf.sizes) == 1:
+            a, b = (size == leaf.sizes[0] for size in kernel.sizes)
+            order.update(dict.fromkeys(kernel.nodes, a - b))
+    if any(order.values()):
+        return order
+    enters = {Word.IN, Word.IN_FUSED, Word.Q, Word.K, Word.V, Word.QKV, Word.QKV_PER_HEAD}
+    kinds = {(k.name.word, k.sizes) for k in kernels.values() if k.name.word in enters}
+    return {"": sum((sizes[1] in streams) - (sizes[0] in streams) for _, sizes in kinds)}
+
+
+def _flat(leaf: Leaf) -> bool:
+    return len(leaf.sizes) == 2 and leaf.sizes[0] != leaf.sizes[1]

@@ -34,6 +34,8 @@ class ModelDims:
         vocab_size: Rows of the token table.
         experts: Experts of one mixture layer.
         layers: Layers of one stack.
+        insist: Whether heads were given by keyword: then they must fit, while a config may speak of
+            another part of the tree.
     """
 
     hidden_size: int = 0
@@ -43,6 +45,7 @@ class ModelDims:
     vocab_size: int = 0
     experts: int = 0
     layers: int = 0
+    insist: bool = False
 
     @classmethod
     def of(
@@ -69,7 +72,7 @@ class ModelDims:
         found = {field: _read(config, names) for field, names in SPELLINGS.items()}
         given = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
         found.update({k: v for k, v in given.items() if v is not None})
-        dims = cls(**found)
+        dims = cls(**found, insist=heads is not None)
         if dims.heads and dims.kv_heads and dims.heads % dims.kv_heads:
             raise SizeMismatch(
                 f"{dims.heads} query heads are not a multiple of {dims.kv_heads} kv heads",

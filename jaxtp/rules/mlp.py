@@ -61,13 +61,21 @@ class Matrix:
     def partners(self) -> Iterator[tuple[tuple[object, ...], int]]:
         """Keys of matrices that would make a pair with this, and the inner width (0: either)."""
         a, b = self.a, self.b
-        other = Word.OUT if self.leaf.name.word is Word.IN else Word.IN
+        enters = self.leaf.name.word in (Word.IN, Word.IN_FUSED)
+        other = Word.OUT if enters else Word.IN
         if a == b:
             yield self.key(a, b, other), a
-            return
+            if self.leaf.name.word is not Word.OUT:
+                return
         yield self.key(b, a), 0
         for x, y, inner in ((b // 2, a, b // 2), (b, 2 * a, a), (b, a // 2, a // 2), (2 * b, a, b)):
             yield self.key(x, y, other), inner
+
+
+Option = tuple[int, int | None, int]
+"""An inner width, and the dim and size of the stack that the matrices have in common."""
+
+Options = dict[Option, list[Matrix]]
 
 
 def votes(block: Block) -> Iterator[Vote]:
@@ -79,15 +87,17 @@ def votes(block: Block) -> Iterator[Vote]:
     pending: defaultdict[str, list[Leaf]] = defaultdict(list)
     biases: defaultdict[str, list[Leaf]] = defaultdict(list)
     routers: defaultdict[str, set[int]] = defaultdict(set)
+    scores: defaultdict[str, set[int]] = defaultdict(set)
     for leaf in block.leaves.values():
         word = leaf.name.word
         if leaf.name.bias:
             biases[leaf.name.stem].append(leaf)
-        elif word not in NOT_MLP and len(leaf.core) in (2, 3):
+        elif word not in NOT_MLP and (len(leaf.core) in (2, 3) or 2 in leaf.sizes[:-2]):
             pending[leaf.nodes[0]].append(leaf)
         if word in (Word.ROUTER, Word.IN) and len(leaf.sizes) == 2:
-            for node in leaf.nodes[:3]:
+            for node in leaf.nodes[:4]:
                 routers[node] |= set(leaf.sizes)
+                scores[node] |= set(leaf.sizes if word is Word.ROUTER else ())
     nodes = {n for leaf in block.leaves.values() for n in leaf.nodes}
     for node in sorted(nodes, key=lambda n: n.count("/") + bool(n), reverse=True):
         leaves = pending.pop(node, [])
@@ -95,20 +105,28 @@ def votes(block: Block) -> Iterator[Vote]:
             used = {m.leaf.param.path for m in members}
             leaves = [leaf for leaf in leaves if leaf.param.path not in used]
             yield from _pair_votes(block, node, inner, members, routers[node], biases)
+        for vote in _flattened_votes(block, node, leaves, scores[node]):
+            leaves = [leaf for leaf in leaves if leaf.param.path != vote.path]
+            yield vote
         if node and leaves:
             pending[node.rpartition("/")[0]].extend(leaves)
 
 
 def _views(leaf: Leaf) -> Iterator[Matrix]:
     dims = leaf.core
+    apart = next((d for d in dims[:-2] if leaf.param.shape[d] == 2), None)
+    if apart is not None or len(dims) == 2:  # gate and up may have a dim of their own
+        yield from _views_of(leaf, tuple(d for d in dims if d != apart))
+    if len(dims) == 3:
+        yield from _views_of(leaf, dims)
+
+
+def _views_of(leaf: Leaf, dims: tuple[int, ...]) -> Iterator[Matrix]:
     if len(dims) == 2:
         yield Matrix(leaf, None, *dims)
-        return
-    for stack in dims:
-        rest = [d for d in dims if d != stack]
-        yield Matrix(leaf, stack, *rest)
-        if leaf.param.shape[stack] == 2:  # gate and up apart on a dim of their own
-            yield Matrix(leaf, None, *rest)
+    elif len(dims) == 3:
+        for stack in dims:
+            yield Matrix(leaf, stack, *(d for d in dims if d != stack))
 
 
 def _pairs(block: Block, leaves: list[Leaf]) -> Iterator[tuple[int, list[Matrix]]]:
@@ -117,15 +135,17 @@ def _pairs(block: Block, leaves: list[Leaf]) -> Iterator[tuple[int, list[Matrix]
         return
     views = [m for leaf in leaves for m in _views(leaf)]
     present = Counter(m.own_key for m in views)
-    options: defaultdict[tuple[int, object, int], list[Matrix]] = defaultdict(list)
+    options: Options = {}
     for m in views:
         for key, inner in m.partners():
             if present[key] and min(m.a, m.b) > 1:
-                width = inner or _inner_width(block, m.a, m.b)
-                options[(width, m.stack, m.count)].append(m)
+                width = inner or _inner_width(block, m.leaf, m.a, m.b)
+                options.setdefault((width, m.stack, m.count), []).append(m)
                 break
-    if not options:
-        options = _chain(block, views)
+    options = options or _alike(block, views) or _chain(block, views)
+    # A square matrix of the inner width leaves open what comes first, or is a recurrence.
+    squares = {m.a for m in views if m.a == m.b and m.stack is None}
+    options = {k: v for k, v in options.items() if k[0] not in squares or _sided(v)}
     used: set[str] = set()
     for (inner, _, _), members in sorted(options.items(), key=_covered):
         free = [m for m in members if m.leaf.param.path not in used]
@@ -134,30 +154,47 @@ def _pairs(block: Block, leaves: list[Leaf]) -> Iterator[tuple[int, list[Matrix]
             yield inner, free
 
 
-def _covered(option: tuple[tuple[int, object, int], list[Matrix]]) -> tuple[int, int]:
+def _covered(option: tuple[Option, list[Matrix]]) -> tuple[int, int]:
     (_, stack, _), members = option
     # Equal sizes make several stack dims possible; the leading one is where stacks are kept.
-    return (-sum(m.leaf.param.size for m in members), stack if isinstance(stack, int) else -1)
+    return (-sum(m.leaf.param.size for m in members), -1 if stack is None else stack)
 
 
-def _inner_width(block: Block, a: int, b: int) -> int:
+def _inner_width(block: Block, leaf: Leaf, a: int, b: int) -> int:
     """Which of two sizes is inside the MLP: not the stream, else the larger."""
-    for known in (block.streams, block.widths):
+    for known in block.known(leaf):
         if (a in known) != (b in known):
             return b if a in known else a
     return max(a, b)
 
 
-def _chain(
-    block: Block, views: Iterable[Matrix]
-) -> defaultdict[tuple[int, object, int], list[Matrix]]:
+def _sided(members: Iterable[Matrix]) -> bool:
+    """Whether names tell which matrices enter and which leave."""
+    return all(m.leaf.name.word in (Word.IN, Word.IN_FUSED, Word.OUT) for m in members)
+
+
+def _alike(block: Block, views: Iterable[Matrix]) -> Options:
+    """Matrices stored alike, (inner, stream) both ways, of which a name says that some enter."""
+    options: defaultdict[Option, list[Matrix]] = defaultdict(list)
+    for m in views:
+        if m.stack is not None or not m.leaf.name.experts:  # experts may lie one after another
+            options[(_inner_width(block, m.leaf, m.a, m.b), m.stack, m.count)].append(m)
+    return {
+        option: members
+        for option, members in options.items()
+        if len({(m.a, m.b) for m in members}) == 1
+        and members[0].a != members[0].b
+        and {m.leaf.name.word is Word.IN for m in members} == {True, False}
+        and not any(m.leaf.name.word is Word.IN_FUSED for m in members)
+    }
+
+
+def _chain(block: Block, views: Iterable[Matrix]) -> Options:
     """Without a residual stream: a width that one matrix ends in and another begins with."""
-    options: defaultdict[tuple[int, object, int], list[Matrix]] = defaultdict(list)
     flat = [m for m in views if m.stack is None]
-    ends, begins = {m.b for m in flat}, {m.a for m in flat}
-    for width in (ends & begins) - block.streams - block.widths:
-        options[(width, None, 0)] = [m for m in flat if (m.a == width) != (m.b == width)]
-    return options
+    ends, begins = {m.b for m in flat if m.a != m.b}, {m.a for m in flat if m.a != m.b}
+    widths = (ends & begins) - block.streams - block.widths
+    return {(w, None, 0): [m for m in flat if (m.a == w) != (m.b == w)] for w in widths}
 
 
 def _pair_votes(
@@ -175,8 +212,9 @@ def _pair_votes(
     partners = ", ".join(m.leaf.name.stem.removeprefix(f"{node}/") for m in members[:3])
     for m in members:
         dim = _inner_dim(block, m, inner)
-        out_first = block.out_first and m.stack is None
-        role = Role.COLUMN if (dim == m.cols) != out_first else Role.ROW
+        out_first = block.out_first(m.leaf) and m.stack is None
+        alike = m.leaf.name.word is Word.IN and dim == m.rows
+        role = Role.COLUMN if alike or (dim == m.cols) != out_first else Role.ROW
         reason = f"inner width {inner} of {partners}"
         choice = Placement(dim, (inner,)) if m.leaf.param.shape[dim] == inner else None
         if choice is None:
@@ -191,13 +229,29 @@ def _pair_votes(
             yield _bias_vote(bias, inner if entering and choice else 0, experts, group)
 
 
+def _flattened_votes(
+    block: Block, node: str, leaves: Iterable[Leaf], scores: set[int]
+) -> Iterator[Vote]:
+    """Experts one after another in one dim: (experts x inner, stream), each matrix stored alike."""
+    flat = [leaf for leaf in leaves if leaf.name.experts and len(leaf.sizes) == 2]
+    streams = block.streams | block.widths
+    experts = block.dims.experts or min(scores - streams, default=0)
+    for leaf in flat if experts > 1 and len(flat) > 1 else ():
+        outer = [d for d in leaf.core if leaf.param.shape[d] not in streams]
+        if len(outer) == 1 and leaf.param.shape[outer[0]] % experts == 0:
+            reason = f"dim {outer[0]} is {experts} experts one after another"
+            choice = Placement(outer[0], (experts,))
+            path, group = leaf.param.path, f"{node}:experts"
+            yield Vote(path, Source.NAMES, Role.EXPERT, reason, (choice,), group)
+
+
 def _inner_dim(block: Block, m: Matrix, inner: int) -> int:
     """The dim with the inner width, or with twice of it where gate and up share it."""
     if m.a != m.b:
         fits = [d for d, n in ((m.cols, m.b), (m.rows, m.a)) if n == inner]
         return fits[0] if fits else m.cols if m.b == 2 * inner else m.rows
     entering = m.leaf.name.word is not Word.OUT
-    return m.cols if entering != (block.out_first and m.stack is None) else m.rows
+    return m.cols if entering != (block.out_first(m.leaf) and m.stack is None) else m.rows
 
 
 def _bias_vote(bias: Leaf, inner: int, experts: int, group: str) -> Vote:
@@ -207,7 +261,10 @@ def _bias_vote(bias: Leaf, inner: int, experts: int, group: str) -> Vote:
     role = Role.COLUMN_BIAS if follows else Role.ROW_BIAS
     reason = f"bias along the inner width {inner}" if follows else "bias added once, after the sum"
     choices: tuple[Placement | None, ...] = (follows,)
-    if experts:
-        stacked = next((d for d in bias.core if shape[d] == experts), None)
-        choices = (None if stacked is None else Placement(stacked, (experts,)), follows)
+    stacked = next((d for d in bias.core if experts and shape[d] == experts), None)
+    if stacked is not None:
+        role, reason = Role.EXPERT, f"dim {stacked} is {experts} experts; {reason}"
+        choices = (Placement(stacked, (experts,)), follows)
+    elif experts:
+        choices = (None, follows)
     return Vote(bias.param.path, Source.NAMES, role, reason, choices, group)

@@ -4,13 +4,13 @@ Stage in: `{path: Param}` and given sizes. Stage out: one vote per leaf. This so
 opinion, if only "no evidence: whole".
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from jaxtp.rules import attention, blocks, mlp, vocab
-from jaxtp.rules.blocks import Leaf
+from jaxtp.rules.blocks import Block, Leaf
 from jaxtp.rules.dims import ModelDims
 from jaxtp.rules.roles import Role, Source, Vote
-from jaxtp.rules.words import Word
+from jaxtp.rules.words import RECURRENT, Word, spaced
 from jaxtp.trees import Param
 
 WHOLE: dict[Word, tuple[Role, str]] = {
@@ -18,7 +18,7 @@ WHOLE: dict[Word, tuple[Role, str]] = {
     Word.POSITION: (Role.POSITION, "positions or types are looked up by every device"),
     Word.CONV: (Role.CONV, "convolution: its channels are not a tensor-parallel dim"),
     Word.ROUTER: (Role.ROUTER, "every device needs all scores of the router"),
-    Word.LOW_RANK: (Role.LOW_RANK, "low-rank projection that all heads share"),
+    Word.LOW_RANK: (Role.LOW_RANK, "low-rank factor: small, and its rank stays together"),
 }
 
 
@@ -30,11 +30,24 @@ def votes(params: Mapping[str, Param], dims: ModelDims) -> list[Vote]:
     """
     block = blocks.read(params, dims)
     found: dict[str, Vote] = {}
-    for source in (vocab.votes, attention.votes, mlp.votes):
+    for source in (_recurrent, attention.votes, mlp.votes, vocab.votes):
         for vote in source(block):
             found.setdefault(vote.path, vote)
     routed = {n for leaf in block.leaves.values() if leaf.name.experts for n in leaf.nodes[:-1]}
     return [found.get(path) or _whole(leaf, routed) for path, leaf in block.leaves.items()]
+
+
+def _recurrent(block: Block) -> Iterator[Vote]:
+    """Everything inside a recurrent mixer: names do not tell which of its widths stay apart."""
+    mixers = {
+        leaf.nodes[0]
+        for leaf in block.leaves.values()
+        if RECURRENT.search(spaced(leaf.param.path.rpartition("/")[2]))
+    }
+    reason = "inside a recurrent mixer (state space, linear attention): whole"
+    for leaf in block.leaves.values() if mixers else ():
+        if not mixers.isdisjoint(leaf.nodes):
+            yield Vote(leaf.param.path, Source.NAMES, Role.UNKNOWN, reason)
 
 
 def _whole(leaf: Leaf, routed: set[str]) -> Vote:

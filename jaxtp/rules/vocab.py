@@ -7,7 +7,9 @@ from collections.abc import Iterator
 
 from jaxtp.rules.blocks import Block, Leaf
 from jaxtp.rules.roles import Placement, Role, Source, Vote
-from jaxtp.rules.words import Word
+from jaxtp.rules.words import ATTENTION, Word
+
+NEVER_HEAD = ATTENTION | {Word.NORM, Word.TOKENS, Word.POSITION, Word.CONV, Word.ROUTER}
 
 FEWEST_TOKENS = 1024
 """An output at least this wide is a vocabulary where only its size tells (DATAFLOW 3.5)."""
@@ -22,9 +24,10 @@ def votes(block: Block) -> Iterator[Vote]:
             size = leaf.param.shape[dim]
             vocabs.add(size)
             yield _vote(leaf, dim, f"table of {size} tokens")
+    known = block.streams | block.widths
     for leaf in block.leaves.values():
-        if leaf.name.word is Word.HEAD or (leaf.name.bias and leaf.name.word is Word.NONE):
-            yield from _head_votes(leaf, vocabs)
+        if leaf.name.word not in NEVER_HEAD:
+            yield from _head_votes(leaf, vocabs, known)
 
 
 def _is_table(leaf: Leaf) -> bool:
@@ -43,17 +46,22 @@ def _vocab_dim(block: Block, leaf: Leaf, vocabs: set[int]) -> int:
     return second if turned else first
 
 
-def _head_votes(leaf: Leaf, vocabs: set[int]) -> Iterator[Vote]:
-    """A head's output is as long as a token table, or longer than any set of classes would be."""
-    shape = leaf.param.shape
-    wide = max(leaf.core, key=lambda d: shape[d], default=None)
-    if wide is None:
+def _head_votes(leaf: Leaf, vocabs: set[int], streams: frozenset[int]) -> Iterator[Vote]:
+    """A head puts out as many numbers as a token table has rows, or more than there are classes.
+
+    Only the size needs to tell where a matrix leads from the residual stream to many tokens.
+    """
+    shape, named = leaf.param.shape, leaf.name.word is Word.HEAD
+    dim = next((d for d in reversed(leaf.core) if shape[d] in vocabs), None)
+    if dim is None and named:
+        dim = next((d for d in reversed(leaf.core) if shape[d] not in streams), None)
+    if dim is None:
         return
-    dim = next((d for d in reversed(leaf.core) if shape[d] in vocabs), wide)
-    lone = max((shape[d] for d in leaf.core if d != dim), default=0)
-    if shape[dim] in vocabs:
+    others = {shape[d] for d in leaf.core if d != dim} - {1}
+    large = shape[dim] >= FEWEST_TOKENS and shape[dim] > max(others, default=0)
+    if shape[dim] in vocabs and (named or leaf.name.bias or (large and others & streams)):
         yield _vote(leaf, dim, f"puts out the {shape[dim]} tokens of the table")
-    elif leaf.name.word is Word.HEAD and shape[dim] >= FEWEST_TOKENS and shape[dim] > lone:
+    elif named and large:
         yield _vote(leaf, dim, f"output head of {shape[dim]} tokens")
 
 

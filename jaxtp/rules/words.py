@@ -13,9 +13,26 @@ from functools import cache
 from typing import NamedTuple
 
 LEAVES = frozenset(
-    ["kernel", "weight", "weights", "w", "scale", "bias", "b", "embedding", "embeddings", "table", "gamma", "beta", "value"]
+    [
+        "kernel",
+        "weight",
+        "weights",
+        "w",
+        "scale",
+        "bias",
+        "b",
+        "embedding",
+        "embeddings",
+        "table",
+        "gamma",
+        "beta",
+        "value",
+    ]
 )
 """Last path parts that say what kind of array it is, but not what it is for."""
+
+GENERIC = frozenset(["layer", "linear", "dense", "classifier", "proj", "w"])
+"""Modules named after what they are; the module around them says what they are for."""
 
 BIASES = frozenset(["bias", "b", "beta"])
 
@@ -29,7 +46,7 @@ class Word(StrEnum):
     KV = "key and value"
     QKV = "query, key and value"
     QKV_PER_HEAD = "query, key and value, per head"
-    LOW_RANK = "low-rank down-projection"
+    LOW_RANK = "low-rank factor"
     Q_UP = "query up-projection"
     KV_UP = "key/value up-projection"
     O = "attention output"  # noqa: E741
@@ -58,16 +75,17 @@ FUSED = frozenset({Word.QKV, Word.IN_FUSED})
 # matching.
 ANYWHERE: tuple[tuple[str, Word], ...] = (
     (r"\bnorm|norm\b|\bln\b|\bln ?\d|layer ?norm|\bbn\b|\bbatch ?stats", Word.NORM),
-    (r"\brel|\brelative|\bt5 bias|alibi", Word.HEAD_TABLE),
+    (r"\blora\b|\badapter\b", Word.LOW_RANK),
+    (r"\brel|\brelative|\bt5 bias|alibi|\bsinks?\b", Word.HEAD_TABLE),
     (r"\bpos|position|\bwpe\b|token type|segment|\btype emb|timestep|time emb", Word.POSITION),
     (r"conv(?!1d)|patch|\bstem\b", Word.CONV),
-    (r"\brouter\b|\bgate weight|\bgating\b|expert gate", Word.ROUTER),
+    (r"\brouter\b|\bgate weight|^gating$|expert gate", Word.ROUTER),
     (
         r"\b(lm head|logits?|logit ?dense|logits? dense|embed out|unembed\w*|vocab projector|"
         r"output embed\w*|final logits bias)\b",
         Word.HEAD,
     ),
-    (r"embed|\bwte\b|\bshared\b|\bvocab(ulary)?$|\btokens?$", Word.TOKENS),
+    (r"embed|\bwte\b|\bshared\b|\bvocab(ulary)?$|^tok(en)?s?$", Word.TOKENS),
 )
 
 IN_ATTENTION: tuple[tuple[str, Word], ...] = (
@@ -84,14 +102,16 @@ IN_ATTENTION: tuple[tuple[str, Word], ...] = (
 
 IN_MLP: tuple[tuple[str, Word], ...] = (
     (r"gate up|up gate|w13\b|wi fused|gate and up|in fused|gate_up", Word.IN_FUSED),
-    (r"^(gate|up|wi|w1|w3|fc1|fc in|lin1|linear ?1|c fc|dense h to 4h|intermediate)\b", Word.IN),
+    (r"^(gate|gating|up|wi|w1|w3|fc1|fc in|lin1|c fc|dense h to 4h|intermediate)\b", Word.IN),
     (r"^(w gate|w up|in)\b", Word.IN),
-    (r"^(down|wo|w2|fc2|fc out|lin2|linear ?2|c proj|dense 4h to h|output|w down|out)\b", Word.OUT),
+    (r"^(down|wo|w2|fc2|fc out|lin2|c proj|dense 4h to h|output|w down|out)\b", Word.OUT),
 )
 
 ATTENTION_BLOCK = re.compile(r"attn|attention|\bmha\b")
 EXPERT_BLOCK = re.compile(r"\bexperts?\b|\bmoe\b|\bmixture\b|sparse moe")
 SHARED_EXPERT = re.compile(r"shared experts?")
+RECURRENT = re.compile(r"^a log$|^time (decay|mix)")
+"""Parameters that only recurrent mixers have: state-space models, gated delta nets, RWKV."""
 
 
 class Name(NamedTuple):
@@ -132,6 +152,17 @@ def attention_word(part: str) -> Word:
     return _match(IN_ATTENTION, spaced(part).removesuffix(" bias").strip())
 
 
+def head_norm(node: str) -> str:
+    """For a norm of queries or keys, the part of its name that says so; "" for other norms."""
+    found = re.search(r"\b(query|key|q|kv?)\b", spaced(node.rpartition("/")[2]))
+    return found[0] if found else ""
+
+
+def low_rank(node: str) -> bool:
+    """Whether a norm belongs to a low-rank projection rather than to heads."""
+    return attention_word(node.rpartition("/")[2]) in (Word.LOW_RANK, Word.KV)
+
+
 def read(path: str, attention: frozenset[str] = frozenset()) -> Name:
     """What the names in a path say.
 
@@ -166,6 +197,8 @@ def _word(modules: list[str], leaf: str, in_attention: bool) -> Word:
     own = [m for m in modules if not m.isdigit()][-2:]
     name = own[-1].removesuffix(" bias").strip() if own else leaf
     word = _match(ANYWHERE, name)
+    if len(own) > 1 and name in GENERIC and _match(ANYWHERE, own[-2]) is Word.ROUTER:
+        word = Word.ROUTER
     if word is Word.TOKENS and leaf == "kernel":
         return Word.CONV  # a table is looked up, never multiplied: this embeds patches
     if word is not Word.NONE:
