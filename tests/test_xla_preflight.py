@@ -265,6 +265,24 @@ def test_arrays_on_real_devices_are_arguments_too():
     assert report.card_bytes == Target.parse("b200:1x8").device.memory_bytes
 
 
+def test_explicit_meshes():
+    """`jax.make_mesh` gives Explicit axes by default; the step then carries them in its types."""
+    explicit = (jax.sharding.AxisType.Explicit,) * 2
+    mesh = jax.sharding.AbstractMesh((1, 8), ("dp", "tp"), axis_types=explicit)
+    report = preflight(simple_step, simple_args(mesh), target="h100:1x8")
+    assert report.argument_bytes == 8 * 64 * 4 + 64 * 64 * 4 // 8
+
+
+def test_shardings_of_the_jitted_step_count():
+    """Arguments without shardings: the step's own `in_shardings` place them."""
+    split = NamedSharding(programs.abstract_mesh(1, 8), P("tp"))
+    step = jax.jit(lambda w, scale: w * scale, in_shardings=(split, None), donate_argnums=0)
+    w = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    report = preflight(step, (w, 2.0), target="h100:1x8", mesh={"dp": 1, "tp": 8})
+    assert report.argument_bytes == 64 * 64 * 4 // 8 + 4
+    assert report.alias_bytes == 64 * 64 * 4 // 8
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_is_one_that_the_compiler_knows(kind):
     mesh = programs.gpu_mesh(1, 8, kind)

@@ -26,8 +26,10 @@ from typing import Any
 
 import jax
 import jax.export
+from jax.sharding import NamedSharding
 
 from jaxtp.errors import (
+    BadMesh,
     BadOption,
     BadTarget,
     CompileFailed,
@@ -51,6 +53,7 @@ class Program:
 
     Attributes:
         mesh: Axis name -> size, last axis fastest.
+        axis_types: `Auto` or `Explicit` per axis, as the arguments have it; all Auto when empty.
         exported: The traced step, as `jax.export` serialises it; empty when there is an entry.
         arguments: Path of each argument array that the step uses.
         donated: Whether the memory of each of them may be reused.
@@ -60,6 +63,7 @@ class Program:
     """
 
     mesh: Mapping[str, int]
+    axis_types: tuple[str, ...] = ()
     exported: bytes = b""
     arguments: tuple[str, ...] = ()
     donated: tuple[bool, ...] = ()
@@ -82,18 +86,22 @@ class Compiled:
     seconds: float
 
 
-def trace(step: Callable[..., Any], args: Sequence[Any], mesh: Mapping[str, int]) -> Program:
+def trace(
+    step: Callable[..., Any], args: Sequence[Any], mesh: Mapping[str, int] | None = None
+) -> Program:
     """Traces a step for CUDA without compiling it.
 
     Args:
         step: A function, jitted or not; a jitted one keeps its donation and shardings.
-        args: Its positional arguments: trees of arrays or ShapeDtypeStructs with shardings on any
-            mesh of these sizes.
-        mesh: Axis name -> size.
+        args: Its positional arguments: trees of arrays or ShapeDtypeStructs with shardings on one
+            mesh, of any devices or of none.
+        mesh: Axis name -> size, for arguments without shardings.
 
     Raises:
+        BadMesh: TP010, if the arguments are on several meshes, or on none and `mesh` is not given.
         CompileFailed: TP117, if the step cannot be traced or carried to another process.
     """
+    sizes, axis_types = _mesh_of(args, mesh)
     jitted: Any = step if hasattr(step, "trace") else jax.jit(step)
     try:
         traced = jitted.trace(*args)
@@ -118,11 +126,34 @@ def trace(step: Callable[..., Any], args: Sequence[Any], mesh: Mapping[str, int]
             "such as cuDNN attention outside of shard_map, give 'module:function' instead",
         ) from error
     return Program(
-        mesh=dict(mesh),
+        mesh=sizes,
+        axis_types=axis_types,
         exported=blob,
         arguments=tuple(_path(jitted, path) for path, _ in used),
         donated=tuple(bool(info.donated) for _, info in used),
     )
+
+
+def _mesh_of(
+    args: Sequence[Any], given: Mapping[str, int] | None
+) -> tuple[dict[str, int], tuple[str, ...]]:
+    """Sizes and axis types of the one mesh that the arguments' shardings are on."""
+    shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args)]
+    found = {
+        (tuple(one.mesh.shape.items()), tuple(kind.name for kind in one.mesh.axis_types))
+        for one in shardings
+        if isinstance(one, NamedSharding)
+    }
+    if given is not None and not found:
+        found = {(tuple(given.items()), ())}
+    if len(found) != 1:
+        meshes = " and ".join(str(dict(shape)) for shape, _ in sorted(found)) or "none"
+        raise BadMesh(
+            f"the arguments' shardings should be on one mesh; found {meshes}",
+            fix="give arrays or ShapeDtypeStructs with NamedShardings, or mesh={'dp': 1, 'tp': 8}",
+        )
+    shape, axis_types = found.pop()
+    return dict(shape), axis_types
 
 
 def _path(step: Callable[..., Any], path: tuple[Any, ...]) -> str:
@@ -175,6 +206,7 @@ def compile_for(
             "topology": target.topology,
             "config": target.device.config,
             "mesh": program.mesh,
+            "axis_types": program.axis_types or ["Auto"] * len(program.mesh),
             "options": dict(options),
             "donated": program.donated,
             "entry": program.entry,

@@ -6,10 +6,6 @@ Stage in: a train step, its abstract arguments, a target. Stage out: a `Report`.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
-from jax.sharding import NamedSharding
-
-from jaxtp.errors import BadMesh
 from jaxtp.mesh.topology import Target
 from jaxtp.xla.analysis import analyse
 from jaxtp.xla.compiler import Program, compile_for, trace
@@ -60,11 +56,10 @@ def preflight(
         CompileFailed: TP117, if it refuses the step, or the step cannot be traced.
     """
     machine = Target.parse(target) if isinstance(target, str) else target
-    sizes = dict(mesh) if mesh is not None else _mesh_of(args)
     if isinstance(step, str):
-        program = Program(mesh=sizes, entry=step, keywords=dict(keywords or {}))
+        program = Program(mesh=dict(mesh or {}), entry=step, keywords=dict(keywords or {}))
     else:
-        program = trace(step, args, sizes)
+        program = trace(step, args, mesh)
     asked = options or CompileOptions(options={}, unknown={})
     used = probe(PREFLIGHT) | asked
     compiled = compile_for(
@@ -74,23 +69,10 @@ def preflight(
         compiled.text,
         compiled.memory,
         machine,
-        sizes,
+        program.mesh,
         tensor_axes=tensor_axes,
         options=used,
         floor_bytes=floor_bytes,
         model_flops=model_flops,
         compile_seconds=compiled.seconds,
     )
-
-
-def _mesh_of(args: Sequence[Any]) -> dict[str, int]:
-    """The one mesh that the arguments' shardings are on."""
-    shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args)]
-    shapes = {tuple(one.mesh.shape.items()) for one in shardings if isinstance(one, NamedSharding)}
-    if len(shapes) != 1:
-        found = " and ".join(str(dict(shape)) for shape in sorted(shapes)) or "none"
-        raise BadMesh(
-            f"the arguments' shardings should be on one mesh; found {found}",
-            fix="give arrays or ShapeDtypeStructs with NamedShardings, or mesh={'dp': 1, 'tp': 8}",
-        )
-    return dict(shapes.pop())

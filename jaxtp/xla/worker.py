@@ -52,8 +52,8 @@ def _mesh(job: Mapping[str, Any]) -> Mesh:
     )
     devices = sorted(topology.devices, key=lambda device: device.id)
     names, sizes = tuple(job["mesh"]), tuple(job["mesh"].values())
-    auto = (AxisType.Auto,) * len(names)
-    return Mesh(np.array(devices).reshape(sizes), names, axis_types=auto)
+    axis_types = tuple(AxisType[kind] for kind in job["axis_types"])
+    return Mesh(np.array(devices).reshape(sizes), names, axis_types=axis_types)
 
 
 def _entry_step(entry: str, keywords: Mapping[str, Any], mesh: Mesh) -> tuple[Any, Sequence[Any]]:
