@@ -22,23 +22,20 @@ class Leaf:
         param: The array.
         name: What its path says.
         nodes: Ancestors of the leaf, the innermost first, the root ("") last.
-        stack: The layer dim of a scanned stack, or None.
+        core: Dims that are not the layer dim of a scanned stack.
+        sizes: Sizes of the core dims, in elements.
     """
 
     param: Param
     name: Name
     nodes: tuple[str, ...]
-    stack: int | None = None
+    core: tuple[int, ...]
+    sizes: tuple[int, ...]
 
-    @property
-    def core(self) -> tuple[int, ...]:
-        """Dims that are not the layer dim."""
-        return tuple(d for d in range(len(self.param.shape)) if d != self.stack)
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Sizes of the core dims, in elements."""
-        return tuple(self.param.shape[d] for d in self.core)
+    def mark_stack(self, dim: int) -> None:
+        """Takes one dim out of the core: it counts layers."""
+        self.core = tuple(d for d in range(len(self.param.shape)) if d != dim)
+        self.sizes = tuple(self.param.shape[d] for d in self.core)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,7 +76,13 @@ def read(params: Mapping[str, Param], dims: ModelDims) -> Block:
     """Names, widths and stacks of a tree."""
     attention = _attention_nodes(params)
     leaves = {
-        path: Leaf(param, words.read(path, attention), ancestors(path))
+        path: Leaf(
+            param,
+            words.read(path, attention),
+            ancestors(path),
+            tuple(range(len(param.shape))),
+            param.shape,
+        )
         for path, param in params.items()
     }
     _mark_listed_biases(leaves.values())
@@ -194,9 +197,9 @@ def _mark_stacks(
         found = next((stacks[n] for n in leaf.nodes if n in stacks), None)
         shape = leaf.param.shape
         if found is not None and len(shape) > found[0] and shape[found[0]] == found[1]:
-            leaf.stack = found[0]
+            leaf.mark_stack(found[0])
         elif _looks_stacked(leaf, dims):
-            leaf.stack = 0
+            leaf.mark_stack(0)
 
 
 def _looks_stacked(leaf: Leaf, dims: ModelDims) -> bool:

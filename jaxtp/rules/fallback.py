@@ -153,7 +153,7 @@ def _best_prefixes(groups: Sequence[Group], tp: int) -> tuple[int, ...]:
         )
 
     orders = [tuple(itertools.accumulate((1, *o), lambda a, b: a * b))[::-1] for o in _orders(tp)]
-    return min(orders, key=bytes_left)
+    return min(orders, key=bytes_left) if len(orders) > 1 else orders[0]
 
 
 def _orders(n: int) -> Iterator[tuple[int, ...]]:
@@ -173,30 +173,28 @@ def _decision(
     claim: Claim, placement: Placement | None, ways: int, mesh: MeshShape, pad_vocab: bool
 ) -> ParamDecision:
     param, vote, tp = claim.param, claim.vote, mesh.tp_size
-    base = ParamDecision(
+    padded, fallback, reasons = 0, "", claim.reasons
+    axes = next(p for p in mesh.prefixes() if mesh.ways(p) == ways)
+    if placement is not None and ways < tp:
+        if vote.role is Role.VOCAB and pad_vocab:
+            size, axes = param.shape[placement.dim], mesh.tp
+            padded = -(-size // tp) * tp
+            reasons = (*reasons, f"padded from {size} to {padded} so that tp={tp} divides")
+        else:
+            fallback = _price(claim, placement, ways, tp)
+    dim = None if placement is None else placement.dim
+    return ParamDecision(
         path=param.path,
         shape=param.shape,
         dtype=param.dtype,
-        spec=((),) * len(param.shape),
+        spec=tuple(axes if d == dim else () for d in range(len(param.shape))),
         role=vote.role,
-        reasons=claim.reasons,
+        reasons=reasons,
+        units=() if placement is None else placement.units,
         group=vote.group,
+        fallback=fallback,
+        padded=padded,
     )
-    if placement is None:
-        return base
-    base = dataclasses.replace(base, units=placement.units)
-    size = param.shape[placement.dim]
-    if vote.role is Role.VOCAB and ways < tp and pad_vocab:
-        padded = -(-size // tp) * tp
-        reason = f"padded from {size} to {padded} so that tp={tp} divides"
-        return base.revise(_on(base.spec, placement.dim, mesh.tp), reason, padded=padded)
-    axes = next(p for p in mesh.prefixes() if mesh.ways(p) == ways)
-    fallback = _price(claim, placement, ways, tp) if ways < tp else ""
-    return dataclasses.replace(base, spec=_on(base.spec, placement.dim, axes), fallback=fallback)
-
-
-def _on(spec: Spec, dim: int, axes: tuple[str, ...]) -> Spec:
-    return (*spec[:dim], axes, *spec[dim + 1 :])
 
 
 def _price(claim: Claim, placement: Placement, ways: int, tp: int) -> str:
