@@ -151,8 +151,8 @@ def score(path: Path, tp: int, *, use_config: bool) -> Score:
 
 def table(scores: Sequence[Score], tp: int) -> Table:
     """One row a tree: verdict counts and shares that are ok, with the sizes known, then without."""
-    half = ("/".join(v[:5] for v in VERDICTS), "ok", "bytes")
-    title = f"tp={tp}: with the sizes beside each tree, then without"
+    half = ("arrays", "ok", "bytes ok")
+    title = f"tp={tp}: arrays that are {'/'.join(VERDICTS)}; with the tree's sizes, then without"
     shown = Table("tree", "arrays", "MB", *half, *half, title=title, box=box.SIMPLE)
     for column in shown.columns:
         column.no_wrap = True
