@@ -21,7 +21,8 @@ LAYERS = """
 errors
 padding trees
 mesh listing
-plan config
+plan deepspeed
+config
 rules
 planner
 state
