@@ -1,20 +1,25 @@
-"""`jaxtp plan, explain, errors`: the command line, one function a command.
+"""`jaxtp plan, explain, view, preflight, errors`: the command line, one function a command.
 
 Stage in: arguments. Stage out: text or JSON on standard output; a coded error and exit code 2.
 """
 
+import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Callable, Generator, Sequence
+from typing import Annotated, Literal
 
 import tyro
+from rich.console import Console
 
 from jaxtp.errors import JaxtpError, page
 from jaxtp.listing import load_tree
 from jaxtp.plan import Plan
 from jaxtp.planner import make_plan
+from jaxtp.train.preset import StepOptions, preflight_preset
+from jaxtp.view import see_tp_plan
+from jaxtp.xla.options import compile_options
 
 app = tyro.extras.SubcommandApp()
 
@@ -115,6 +120,108 @@ def explain(tree: Tree, path: Tree, options: Options = DEFAULTS) -> None:
         options: How to plan.
     """
     print(_plan(tree, options).explain(path))
+
+
+@app.command
+def view(tree: Tree, page: str = "tp_plan.html", options: Options = DEFAULTS) -> None:
+    """Write the plan of a shape listing as an HTML page.
+
+    Args:
+        tree: File written by jaxtp.dump_tree.
+        page: The page to write.
+        options: How to plan.
+    """
+    print(see_tp_plan(_plan(tree, options), page))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Communication:
+    """How the compiler is to treat communication."""
+
+    overlap: Literal["off", "auto", "aggressive"] = "auto"
+    """Off makes it synchronous; aggressive hides as much as it can."""
+
+    gradient_fusion: bool = True
+    """Combine small reductions and gathers."""
+
+    sequence_parallel: bool = False
+    """Split the residual stream along the sequence."""
+
+    donate: bool = True
+    """Let the new state use the memory of the old one."""
+
+
+@app.command
+def preflight(
+    model: str,
+    target: str = "h100:1x8",
+    tp: int = 8,
+    batch: int = 8,
+    seq: int = 2048,
+    layers: int = 0,
+    remat: str = "block_outputs",
+    param_dtype: str = "float32",
+    attention: str = "xla",
+    optimizer: str = "adamw",
+    communication: Communication = Communication(),
+    as_json: Annotated[bool, JSON] = False,
+    html: str = "",
+    time_limit: float = 900.0,
+) -> None:
+    """Compile a preset's train step for GPUs that are not there, and say what it will do.
+
+    Args:
+        model: A preset, such as llama3-70b.
+        target: KIND:HOSTSxGPUS or KIND:SLICESxHOSTSxGPUS.
+        tp: Devices along the tensor axis; what is left is dp.
+        batch: Sequences of the global batch.
+        seq: Tokens of one sequence.
+        layers: Layers to compile; 0 is all of them.
+        remat: What to recompute: none, full, block_outputs or dots.
+        param_dtype: Type of the stored parameters.
+        attention: Kernel of attention: xla or cudnn.
+        optimizer: adamw, sgd, or none for gradients only.
+        communication: How the compiler is to treat communication.
+        as_json: Print the report as data.
+        html: Also write a page with a heat map and the schedule as a timeline.
+        time_limit: Seconds that the compiler may take.
+    """
+    settings = StepOptions(
+        model=model,
+        batch=batch,
+        seq=seq,
+        layers=layers,
+        remat=remat,
+        param_dtype=param_dtype,
+        attention=attention,
+        optimizer=optimizer,
+        sequence_parallel=communication.sequence_parallel,
+        overlap=communication.overlap,
+        donate=communication.donate,
+    )
+    options = compile_options(
+        overlap=communication.overlap, gradient_fusion=communication.gradient_fusion
+    )
+    with _progress(f"compiling {model} for {target}") as show:
+        plan, report = preflight_preset(
+            settings,
+            target,
+            tp=tp,
+            compiler_options=options,
+            time_limit=time_limit,
+            on_progress=show,
+        )
+    if html:
+        see_tp_plan(plan, html, report=report)
+    print(report.to_json() if as_json else report)
+
+
+@contextlib.contextmanager
+def _progress(what: str) -> Generator[Callable[[float], None]]:
+    """A line on standard error that counts seconds, where that is a terminal."""
+    console = Console(stderr=True)
+    with console.status(what) as status:
+        yield lambda seconds: status.update(f"{what}: {seconds:.0f} s")
 
 
 @app.command

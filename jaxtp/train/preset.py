@@ -1,0 +1,195 @@
+"""A whole train step of a preset, abstract: what `jaxtp preflight --model` compiles.
+
+Stage in: a mesh of any devices and plain settings. Stage out: a jitted step and its arguments as
+structs that carry shardings; no array exists.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxtp.activations import use_plan
+from jaxtp.apply import shard
+from jaxtp.cost import matmul_params, train_flops
+from jaxtp.errors import SizeMismatch
+from jaxtp.mesh.build import plan_mesh
+from jaxtp.mesh.topology import Target
+from jaxtp.models import abstract, config_of
+from jaxtp.models.layers import cross_entropy
+from jaxtp.plan import Plan
+from jaxtp.planner import make_plan
+from jaxtp.rules.roles import Role
+from jaxtp.xla.floor import floor_bytes
+from jaxtp.xla.options import CompileOptions
+from jaxtp.xla.preflight import preflight
+from jaxtp.xla.report import Report
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StepOptions:
+    """What to compile; plain values, so that they travel to the compiler's process as JSON."""
+
+    model: str
+    """A preset of `jaxtp.models`."""
+
+    batch: int = 8
+    """Sequences of the global batch."""
+
+    seq: int = 2048
+    """Tokens of one sequence."""
+
+    layers: int = 0
+    """Layers to compile; 0 is all of the preset's."""
+
+    remat: str = "block_outputs"
+    """What the backward pass recomputes: none, full, block_outputs or dots."""
+
+    param_dtype: str = "float32"
+    """Type of the stored parameters."""
+
+    attention: str = "xla"
+    """Kernel of attention: xla or cudnn."""
+
+    optimizer: str = "adamw"
+    """adamw, sgd, or none for gradients only."""
+
+    sequence_parallel: bool = False
+    """Split the residual stream along the sequence over the tensor axis."""
+
+    overlap: str = "auto"
+    """Program structure: aggressive interleaves two half-batches; see `jaxtp.overlap`."""
+
+    donate: bool = True
+    """Let the new state use the memory of the old one."""
+
+
+def preset_plan(mesh: Any, options: StepOptions) -> tuple[Any, Plan]:
+    """The abstract model of the options and its plan on `mesh`.
+
+    Args:
+        mesh: Anything that `make_plan` takes.
+        options: What to compile.
+    """
+    config = config_of(options.model)
+    config = dataclasses.replace(
+        config,
+        num_hidden_layers=options.layers or config.num_hidden_layers,
+        remat=options.remat,
+        param_dtype=options.param_dtype,
+        attention_implementation=options.attention,
+    )
+    model = abstract(config)
+    plan = make_plan(model, mesh, config=config)
+    return model, dataclasses.replace(plan, sequence_parallel=options.sequence_parallel)
+
+
+def preflight_preset(
+    options: StepOptions,
+    target: str,
+    *,
+    tp: int,
+    compiler_options: CompileOptions | None = None,
+    time_limit: float = 900.0,
+    on_progress: Callable[[float], None] = lambda _: None,
+) -> tuple[Plan, Report]:
+    """The plan of a preset on a target, and the report of its compiled step.
+
+    Args:
+        options: What to compile.
+        target: `KIND:HOSTSxGPUS` or `KIND:SLICESxHOSTSxGPUS`.
+        tp: Devices along the tensor axis; the rest are replicas, over which the batch is split.
+        compiler_options: From `compile_options`.
+        time_limit: Seconds that the compiler may take.
+        on_progress: Called a few times a second with the seconds so far.
+
+    Raises:
+        SizeMismatch: TP003, if tp does not divide the devices, or the replicas the batch.
+        JaxtpError: whatever `make_plan` and `preflight` raise.
+    """
+    devices = Target.parse(target).num_devices
+    if tp < 1 or devices % tp or options.batch % (devices // tp):
+        raise SizeMismatch(
+            f"tp={tp} on {devices} devices with a batch of {options.batch}",
+            fix=f"tp divides {devices}, and the batch is a multiple of {devices}/tp",
+        )
+    mesh = {"dp": devices // tp, "tp": tp}
+    model, plan = preset_plan(mesh, options)
+    config = config_of(options.model)
+    head_dim = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
+    layers = options.layers or config.num_hidden_layers
+    tokens = options.batch * options.seq
+    flops = train_flops(
+        matmul_params=matmul_params(plan, tied=not hasattr(model, "lm_head")),
+        tokens=tokens,
+        layers=layers,
+        heads=config.num_attention_heads,
+        head_dim=head_dim,
+        seq=options.seq,
+    )
+    message = tokens // mesh["dp"] * config.hidden_size * jnp.dtype(config.dtype).itemsize
+    has_vocab = any(
+        d.role is Role.VOCAB and d.dim_on(plan.mesh.tp) is not None for d in plan.decisions
+    )
+    report = preflight(
+        "jaxtp.train.preset:preset_step",
+        target=target,
+        mesh=mesh,
+        keywords=dataclasses.asdict(options),
+        options=compiler_options,
+        tensor_axes=plan.mesh.tp,
+        floor_bytes=floor_bytes(
+            size=tp,
+            message_bytes=message,
+            layers=layers,
+            ends=has_vocab,
+            sequence_parallel=options.sequence_parallel,
+        ),
+        model_flops=flops.full,
+        time_limit=time_limit,
+        on_progress=on_progress,
+    )
+    return plan, report
+
+
+def preset_step(mesh: Mesh, **settings: Any) -> tuple[Any, tuple[Any, ...]]:
+    """The jitted step and its abstract arguments; the entry point of the compiler's process.
+
+    Args:
+        mesh: A mesh of the target's devices, with the user's axes.
+        **settings: Fields of `StepOptions`.
+
+    Returns:
+        `step(params, opt_state, tokens) -> (params, opt_state, loss)` and the structs for it.
+        `tokens` is `(batch, seq + 1)`.
+    """
+    options = StepOptions(**settings)
+    model, plan = preset_plan(mesh, options)
+    own_mesh = plan_mesh(mesh, plan.mesh)
+    graph, params = nnx.split(model)
+    tx = {"adamw": optax.adamw, "sgd": optax.sgd}.get(options.optimizer, optax.sgd)(1e-4)
+    params = shard(params, mesh, plan=plan)
+    opt_state = shard(jax.eval_shape(tx.init, params), mesh, plan=plan)
+    batch = NamedSharding(own_mesh, PartitionSpec(plan.mesh.batch or None))
+    tokens = jax.ShapeDtypeStruct((options.batch, options.seq + 1), jnp.int32, sharding=batch)
+
+    def loss_fn(params: Any, tokens: jax.Array) -> jax.Array:
+        with use_plan(plan, own_mesh):
+            return cross_entropy(nnx.merge(graph, params)(tokens[:, :-1]), tokens[:, 1:])
+
+    def step(params: Any, opt_state: Any, tokens: jax.Array) -> tuple[Any, Any, jax.Array]:
+        loss, grads = jax.value_and_grad(loss_fn)(params, tokens)
+        if options.optimizer == "none":
+            return grads, opt_state, loss
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    places = jax.tree.map(lambda leaf: leaf.sharding, (params, opt_state))
+    donated = (0, 1) if options.donate and options.optimizer != "none" else ()
+    jitted = jax.jit(step, out_shardings=(*places, None), donate_argnums=donated)
+    return jitted, (params, opt_state, tokens)
