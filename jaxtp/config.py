@@ -1,14 +1,12 @@
 """Every setting of a training run: one frozen dataclass per concern, read strictly from text.
 
-Stage in: JSON or TOML text in jaxtp's or DeepSpeed's spelling, then the number of devices. Stage
-out: a `Config`, one line for each DeepSpeed key, and the same `Config` with every size filled in
-and checked. No device is touched.
+Stage in: JSON or TOML text in jaxtp's or DeepSpeed's spelling. Stage out: a `Config`, and one line
+for each DeepSpeed key. Sizes are filled in and checked by `jaxtp.sizes`.
 """
 
 import dataclasses
 import difflib
 import json
-import math
 import tomllib
 import types
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, get_type_hints
 
 from jaxtp.deepspeed import TABLE, Line, translate
-from jaxtp.errors import BadConfig, BadMesh, Problems, SizeMismatch, join
+from jaxtp.errors import BadConfig, Problems, join
 
 Strict = ClassVar[Mapping[str, object]]
 STRICT: Mapping[str, object] = types.MappingProxyType({"extra": "forbid", "strict": True})
@@ -287,7 +285,7 @@ def parse(text: str, form: Literal["json", "toml"] = "json") -> tuple[Config, tu
             problems.add(refusal)
         problems.raise_any()
         raise AssertionError("pydantic refused a config without an error") from err
-    _check_ranges(config)
+    check_ranges(config)
     return config, lines
 
 
@@ -346,7 +344,12 @@ def _refusal(error: Mapping[str, Any], known: list[str], origins: Mapping[str, s
     return BadConfig(what, where=where, fix=f"see the help of --{key}")
 
 
-def _check_ranges(config: Config) -> None:
+def check_ranges(config: Config) -> None:
+    """Refuses numbers that no run can have; the command line can set any.
+
+    Raises:
+        BadConfig: TP020, for every setting below its smallest legal value.
+    """
     problems = Problems()
     for key, least in AT_LEAST.items():
         value: Any = config
@@ -358,99 +361,3 @@ def _check_ranges(config: Config) -> None:
         if (value := getattr(config.mesh, key)) < 1 and value != -1:
             problems.add(BadConfig(f"is {value}", where=f"mesh.{key}", fix="1 or more, or -1"))
     problems.raise_any()
-
-
-def resolve(config: Config, num_devices: int) -> Config:
-    """The same settings with every size filled in, checked before anything runs.
-
-    Args:
-        config: Settings as a user gave them.
-        num_devices: Devices that there are.
-
-    Returns:
-        A config whose mesh sizes multiply to `num_devices`, whose `zero.stage` is a number, and
-        whose batch.size = micro_size x accumulation x dp x fsdp.
-
-    Raises:
-        BadMesh: TP010, if the sizes of the axes do not multiply to the devices.
-        SizeMismatch: TP003, if the batch does not divide.
-        BadConfig: TP020, if settings are out of range or contradict each other.
-    """
-    _check_ranges(config)
-    mesh, zero = config.mesh, config.zero
-    stage = zero.stage if zero.stage is not None else 0 if mesh.fsdp == 1 else 3
-    if stage and mesh.fsdp == 1:
-        mesh = dataclasses.replace(mesh, fsdp=mesh.dp, dp=1)
-    mesh = _fill_mesh(mesh, num_devices)
-    if zero.partition_activations and config.seq_len % mesh.tp:
-        near = [n for n in range(config.seq_len - mesh.tp, config.seq_len + mesh.tp) if n > 0]
-        raise SizeMismatch(
-            f"partition_activations cuts {config.seq_len} tokens {mesh.tp} ways",
-            where="seq_len",
-            fix=f"seq_len of {join(n for n in near if n % mesh.tp == 0)}",
-        )
-    return dataclasses.replace(
-        config,
-        mesh=mesh,
-        zero=dataclasses.replace(zero, stage=stage),
-        batch=_fill_batch(config.batch, mesh.dp * mesh.fsdp),
-    )
-
-
-def _fill_mesh(mesh: Mesh, num_devices: int) -> Mesh:
-    sizes = {name: getattr(mesh, name) for name in ("tp", "pp", "fsdp", "dp")}
-    open_axes = [name for name, size in sizes.items() if size == -1]
-    if len(open_axes) > 1:
-        raise BadConfig("dp and fsdp are both -1", where="mesh", fix="give one of them")
-    known = math.prod(size for size in sizes.values() if size != -1)
-    text = " x ".join(f"{name}={size}" for name, size in sizes.items() if size != -1)
-    if num_devices % known or (not open_axes and known != num_devices):
-        raise BadMesh(
-            f"{text} = {known} devices, there are {num_devices}",
-            where="mesh",
-            fix=f"{_nearest_mesh(sizes, num_devices)}; -1 for dp or fsdp takes what is left",
-        )
-    return dataclasses.replace(mesh, **{name: num_devices // known for name in open_axes})
-
-
-def _nearest_mesh(sizes: Mapping[str, int], num_devices: int) -> str:
-    """Legal sizes that change one axis, the smallest change first."""
-    found: list[tuple[float, str]] = []
-    has_open = -1 in sizes.values()
-    for name, size in sizes.items():
-        rest = math.prod(n for other, n in sizes.items() if n != -1 and other != name)
-        if size == -1 or num_devices % rest:
-            continue
-        left = num_devices // rest
-        legal = [n for n in range(1, left + 1) if left % n == 0] if has_open else [left]
-        best = min(legal, key=lambda n: abs(math.log(n / size)))
-        found.append((abs(math.log(best / size)), f"{name}={best}"))
-    return " or ".join(text for _, text in sorted(found)) or f"sizes that divide {num_devices}"
-
-
-def _fill_batch(batch: Batch, ways: int) -> Batch:
-    pieces = batch.accumulation * ways
-    if not batch.size and not batch.micro_size:
-        raise BadConfig(
-            "neither size nor micro_size is given", where="batch", fix="give batch.size"
-        )
-    size = batch.size or batch.micro_size * pieces
-    if size % pieces:
-        below, above = size // pieces * pieces, -(-size // pieces) * pieces
-        legal = [n for n in range(1, size // ways + 1) if size % (n * ways) == 0]
-        near = sorted(legal, key=lambda n: abs(n - batch.accumulation))[:2]
-        raise SizeMismatch(
-            f"a batch of {size} does not divide by accumulation {batch.accumulation} x "
-            f"{ways} data-parallel devices",
-            where="batch.size",
-            fix=join(f"batch.size={n}" for n in (below, above) if n)
-            + "".join(f", or batch.accumulation={n}" for n in near),
-        )
-    if batch.micro_size and batch.micro_size * pieces != size:
-        raise SizeMismatch(
-            f"micro_size {batch.micro_size} x accumulation {batch.accumulation} x {ways} "
-            f"data-parallel devices = {batch.micro_size * pieces}, but size is {size}",
-            where="batch",
-            fix=f"micro_size={size // pieces}, or size={batch.micro_size * pieces}",
-        )
-    return dataclasses.replace(batch, size=size, micro_size=size // pieces)

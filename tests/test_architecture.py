@@ -23,6 +23,7 @@ padding trees
 mesh listing
 plan deepspeed
 config
+sizes
 rules
 planner
 state

@@ -7,9 +7,10 @@ import pytest
 import tyro
 from test_surface import check_golden
 
-from jaxtp.config import Batch, Config, Mesh, Zero, load, parse, resolve, settings
+from jaxtp.config import Batch, Config, Mesh, Zero, load, parse, settings
 from jaxtp.deepspeed import TABLE
 from jaxtp.errors import BadConfig, BadMesh, SizeMismatch
+from jaxtp.sizes import resolve
 
 # The file of DeepSpeed's and AutoTP's users, key by key.
 EXAMPLE = """
