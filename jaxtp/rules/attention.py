@@ -195,7 +195,8 @@ def _head_vote(name: str, slot: Slot, found: Heads) -> Vote:
             f"{word} of {slot.size} is not a multiple of {count} {found.noun}",
             group=name,
         )
-    reason = f"{word}, dim {slot.dim} holds {count} {found.noun} ({found.evidence})"
+    noun = found.noun.removesuffix("s") if count == 1 else found.noun
+    reason = f"{word}, dim {slot.dim} holds {count} {noun} ({found.evidence})"
     placement = Placement(slot.dim, units)
     return Vote(slot.leaf.param.path, Source.NAMES, role, reason, (placement,), name)
 

@@ -16,7 +16,7 @@ from jaxtp.mesh.axes import MeshShape, legal_ways, splits
 from jaxtp.plan import ParamDecision
 from jaxtp.rules.resolve import Claim
 from jaxtp.rules.roles import Placement, Role
-from jaxtp.trees import Spec, itemsize
+from jaxtp.trees import Param, Spec, itemsize
 
 POLICIES = ("factor", "replicate", "error")
 
@@ -90,7 +90,7 @@ def fit(
         member, index, ways = cut[claim.param.path]
         placement = member.choices[index] if member.choices else None
         decision = _decision(claim, placement, ways, mesh, pad_vocab)
-        if decision.fallback and policy == "error":
+        if decision.fallback and decision.units and policy == "error":
             problems.add(
                 HeadsNotDivisible(
                     decision.fallback,
@@ -175,6 +175,8 @@ def _decision(
     param, vote, tp = claim.param, claim.vote, mesh.tp_size
     padded, fallback, reasons = 0, "", claim.reasons
     axes = next(p for p in mesh.prefixes() if mesh.ways(p) == ways)
+    if placement is None and vote.role is Role.FUSED and tp > 1:
+        fallback = f"{vote.reason}: whole; {_costs(param, 1, tp)}; kept apart they would split"
     if placement is not None and ways < tp:
         if vote.role is Role.VOCAB and pad_vocab:
             size, axes = param.shape[placement.dim], mesh.tp
@@ -202,14 +204,22 @@ def _price(claim: Claim, placement: Placement, ways: int, tp: int) -> str:
 
     A matrix product takes 2 FLOPs per element and token, forward.
     """
-    param, extra = claim.param, 1 / ways - 1 / tp
-    units = " x ".join(map(str, placement.units))
+    units = " x ".join(map(str, placement.units)) + (
+        " unit" if placement.units == (1,) else " units"
+    )
     how = "whole" if ways == 1 else f"{ways}-way"
     pad = ", or pad_vocab=True" if claim.vote.role is Role.VOCAB else ""
     return (
-        f"{units} units on tp={tp}: {how}; costs {param.num_bytes * extra / 1e6:,.2f} MB and "
-        f"{2 * param.size * extra / 1e6:,.2f} MFLOP a token per device; "
+        f"{units} on tp={tp}: {how}; {_costs(claim.param, ways, tp)}; "
         f"divides: tp {join(_near(placement, tp), 12)}{pad}"
+    )
+
+
+def _costs(param: Param, ways: int, tp: int) -> str:
+    extra = 1 / ways - 1 / tp
+    return (
+        f"costs {param.num_bytes * extra / 1e6:,.2f} MB and "
+        f"{2 * param.size * extra / 1e6:,.2f} MFLOP a token per device"
     )
 
 

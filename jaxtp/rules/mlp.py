@@ -92,7 +92,7 @@ def votes(block: Block) -> Iterator[Vote]:
         word = leaf.name.word
         if leaf.name.bias:
             biases[leaf.name.stem].append(leaf)
-        elif word not in NOT_MLP and (len(leaf.core) in (2, 3) or 2 in leaf.sizes[:-2]):
+        elif word not in NOT_MLP and (len(leaf.core) in (2, 3) or 2 in leaf.sizes):
             pending[leaf.nodes[0]].append(leaf)
         if word in (Word.ROUTER, Word.IN) and len(leaf.sizes) == 2:
             for node in leaf.nodes[:4]:
@@ -114,7 +114,7 @@ def votes(block: Block) -> Iterator[Vote]:
 
 def _views(leaf: Leaf) -> Iterator[Matrix]:
     dims = leaf.core
-    apart = next((d for d in dims[:-2] if leaf.param.shape[d] == 2), None)
+    apart = next((d for d in dims if leaf.param.shape[d] == 2), None) if len(dims) > 2 else None
     if apart is not None or len(dims) == 2:  # gate and up may have a dim of their own
         yield from _views_of(leaf, tuple(d for d in dims if d != apart))
     if len(dims) == 3:
@@ -139,7 +139,7 @@ def _pairs(block: Block, leaves: list[Leaf]) -> Iterator[tuple[int, list[Matrix]
     for m in views:
         for key, inner in m.partners():
             if present[key] and min(m.a, m.b) > 1:
-                width = inner or _inner_width(block, m.leaf, m.a, m.b)
+                width = inner or _inner_width(block, m)
                 options.setdefault((width, m.stack, m.count), []).append(m)
                 break
     options = options or _alike(block, views) or _chain(block, views)
@@ -160,12 +160,21 @@ def _covered(option: tuple[Option, list[Matrix]]) -> tuple[int, int]:
     return (-sum(m.leaf.param.size for m in members), -1 if stack is None else stack)
 
 
-def _inner_width(block: Block, leaf: Leaf, a: int, b: int) -> int:
-    """Which of two sizes is inside the MLP: not the stream, else the larger."""
-    for known in block.known(leaf):
-        if (a in known) != (b in known):
-            return b if a in known else a
-    return max(a, b)
+def _inner_width(block: Block, m: Matrix) -> int:
+    """Which size is inside the MLP: not the stream's, else as the name says, else the larger."""
+    beside, word = _beside_stream(block, m), m.leaf.name.word
+    if beside or word not in (Word.IN, Word.OUT):
+        return beside or max(m.a, m.b)
+    in_first = m.stack is not None or not block.out_first(m.leaf)
+    return m.b if (word is Word.IN) == in_first else m.a
+
+
+def _beside_stream(block: Block, m: Matrix) -> int:
+    """The size that is not the residual stream's, 0 where both or neither may be."""
+    for known in block.known(m.leaf):
+        if (m.a in known) != (m.b in known):
+            return m.b if m.a in known else m.a
+    return 0
 
 
 def _sided(members: Iterable[Matrix]) -> bool:
@@ -178,7 +187,8 @@ def _alike(block: Block, views: Iterable[Matrix]) -> Options:
     options: defaultdict[Option, list[Matrix]] = defaultdict(list)
     for m in views:
         if m.stack is not None or not m.leaf.name.experts:  # experts may lie one after another
-            options[(_inner_width(block, m.leaf, m.a, m.b), m.stack, m.count)].append(m)
+            inner = _beside_stream(block, m) or max(m.a, m.b)
+            options[(inner, m.stack, m.count)].append(m)
     return {
         option: members
         for option, members in options.items()

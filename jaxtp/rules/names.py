@@ -33,7 +33,7 @@ def votes(params: Mapping[str, Param], dims: ModelDims) -> list[Vote]:
     for source in (_recurrent, attention.votes, mlp.votes, vocab.votes):
         for vote in source(block):
             found.setdefault(vote.path, vote)
-    routed = {n for leaf in block.leaves.values() if leaf.name.experts for n in leaf.nodes[:-1]}
+    routed = {n for leaf in block.leaves.values() if leaf.name.experts for n in leaf.nodes}
     return [found.get(path) or _whole(leaf, routed) for path, leaf in block.leaves.items()]
 
 
