@@ -25,9 +25,10 @@ from jaxtp.errors import (
 from jaxtp.mesh.topology import KINDS, Target
 from jaxtp.xla import compiler
 from jaxtp.xla.analysis import analyse
+from jaxtp.xla.collectives import find
 from jaxtp.xla.floor import floor_bytes
 from jaxtp.xla.hlo import parse
-from jaxtp.xla.options import PREFLIGHT, compile_options
+from jaxtp.xla.options import OVERLAP, PREFLIGHT, compile_options
 from jaxtp.xla.preflight import preflight
 
 MESH = {"dp": 2, "tp": 4}
@@ -273,6 +274,19 @@ def test_explicit_meshes():
     assert report.argument_bytes == 8 * 64 * 4 + 64 * 64 * 4 // 8
 
 
+def test_static_arguments_stay_behind():
+    split = NamedSharding(programs.abstract_mesh(1, 8), P("tp"))
+    w = {"kernel": jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=split)}
+    step = jax.jit(
+        lambda power, w, unused: jax.tree.map(lambda x: x**power, w),
+        static_argnums=0,
+        donate_argnums=1,
+    )
+    program = compiler.trace(step, (3, w, w))
+    assert program.arguments == ("w['kernel']",)
+    assert program.donated == (True,)
+
+
 def test_shardings_of_the_jitted_step_count():
     """Arguments without shardings: the step's own `in_shardings` place them."""
     split = NamedSharding(programs.abstract_mesh(1, 8), P("tp"))
@@ -281,6 +295,24 @@ def test_shardings_of_the_jitted_step_count():
     report = preflight(step, (w, 2.0), target="h100:1x8", mesh={"dp": 1, "tp": 8})
     assert report.argument_bytes == 64 * 64 * 4 // 8 + 4
     assert report.alias_bytes == 64 * 64 * 4 // 8
+
+
+@pytest.mark.parametrize("overlap", OVERLAP)
+def test_overlap_off_makes_every_message_wait(overlap):
+    mesh = programs.gpu_mesh(1, 8)
+
+    def step(x, w, y):
+        return jax.lax.with_sharding_constraint(x @ w, NamedSharding(mesh, P())), y @ y
+
+    shapes = [((1024, 4096), P(None, "tp")), ((4096, 1024), P("tp")), ((2048, 2048), P())]
+    args = [
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+        for shape, spec in shapes
+    ]
+    options = compile_options(overlap=overlap, extra=PREFLIGHT).options
+    text = jax.jit(step).lower(*args).compile(dict(options)).as_text()
+    (message,) = find(parse(text), {"dp": 1, "tp": 8})
+    assert message.is_async == (overlap != "off")
 
 
 @pytest.mark.parametrize("kind", KINDS)

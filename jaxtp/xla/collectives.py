@@ -2,11 +2,12 @@
 
 Stage in: a `Module` and the mesh. Stage out: one `Collective` per place in the program.
 
-Three things differ between jax versions and are met here once: an asynchronous collective is any
+Four things differ between jax versions and are met here once: an asynchronous collective is any
 `-start` whose result a `-done` takes, whether XLA calls it `all-reduce-start`, `async-start` or
-`fusion-start` (its own all-reduce kernel, since 0.12); the size is read off the `-done`, because
-the `-start` prints in several tuple forms; and a collective without metadata (0.10 drops it when
-it combines several) takes the name of the nearest operation that produced its operand.
+`fusion-start` (its own all-reduce kernel, since 0.12); 0.10 prints synchronous ones as such pairs
+too, with a mark; the size is read off the `-done`, because the `-start` prints in several tuple
+forms; and a collective without metadata (0.10 drops it when it combines several) takes the name
+of the nearest operation that produced its operand.
 """
 
 import dataclasses
@@ -141,7 +142,7 @@ def find(module: Module, mesh: Mapping[str, int]) -> tuple[Collective, ...]:
                     kind=kind,
                     computation=computation.name,
                     start=start.name,
-                    done=done.name,
+                    done=start.name if _blocks(start) else done.name,
                     dtype="+".join(dict.fromkeys(shape.dtype for shape in done.shapes)),
                     num_bytes=done.num_bytes * scale,
                     groups=groups,
@@ -183,6 +184,12 @@ def _done(computation: Computation, start: Instruction) -> Instruction:
             return user
         waiting += computation.users[user.name]
     return start
+
+
+def _blocks(start: Instruction) -> bool:
+    """Whether a collective that prints as a pair runs on the compute stream all the same."""
+    settings = start.config.get("collective_backend_config", {})
+    return bool(settings.get("is_sync", False))
 
 
 def _named(computation: Computation, instruction: Instruction) -> Instruction:

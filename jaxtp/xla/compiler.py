@@ -12,7 +12,6 @@ made in the other process by a `module:function`.
 
 import dataclasses
 import importlib.util
-import inspect
 import json
 import os
 import re
@@ -110,8 +109,9 @@ def trace(
         calls = sorted(set(re.findall(r"custom_call @([^\s(]+)", lowered.as_text())))
         checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in calls]
         exported = jax.export.export(jitted, platforms=("cuda",), disabled_checks=checks)(*args)
-        infos = jax.tree_util.tree_leaves_with_path(traced.args_info)
-        used = [infos[index] for index in exported.module_kept_var_idx]
+        infos = jax.tree.leaves(traced.args_info)
+        names = traced.jaxpr.jaxpr.debug_info.arg_names
+        used = [(names[index], infos[index].donated) for index in exported.module_kept_var_idx]
         # Trees with node types of their own cannot be serialised; flat tuples always can.
         flat = dataclasses.replace(
             exported,
@@ -129,8 +129,8 @@ def trace(
         mesh=sizes,
         axis_types=axis_types,
         exported=blob,
-        arguments=tuple(_path(jitted, path) for path, _ in used),
-        donated=tuple(bool(info.donated) for _, info in used),
+        arguments=tuple(name for name, _ in used),
+        donated=tuple(donated for _, donated in used),
     )
 
 
@@ -154,15 +154,6 @@ def _mesh_of(
         )
     shape, axis_types = found.pop()
     return dict(shape), axis_types
-
-
-def _path(step: Callable[..., Any], path: tuple[Any, ...]) -> str:
-    """An argument's name as JAX spells it in a program compiled in place, e.g. `params['w']`."""
-    names = list(inspect.signature(step).parameters)
-    # args_info is (positional, keywords).
-    index: int = path[1].idx
-    first = names[index] if index < len(names) else f"args[{index}]"
-    return first + jax.tree_util.keystr(path[2:])
 
 
 def compile_for(

@@ -173,10 +173,12 @@ def gradients(mesh):
 H100 = KINDS["h100"].config
 FULL = H100.replace("\n}\nplatform_name", f"\n  {LINKS}\n}}\nplatform_name")
 SPLIT = {"xla_gpu_all_reduce_combine_threshold_bytes": 0}
+OFF = {"xla_gpu_disable_async_collectives": "ALLCOLLECTIVES"}
 DOUBLE = {"xla_gpu_enable_while_loop_double_buffering": True}
 PROGRAMS = {
     "row_product": (row_product, (1, 8), {}, H100),
     "row_product_kernel": (row_product, (1, 8), {}, FULL),
+    "row_product_sync": (row_product, (1, 8), OFF, H100),
     "gathered": (gathered, (4, 2), {}, H100),
     "scattered": (scattered, (2, 4), {}, H100),
     "embedding": (embedding, (2, 4), {}, H100),
