@@ -188,6 +188,7 @@ def preflight(
     """
     settings = StepOptions(
         model=model,
+        tp=tp,
         batch=batch,
         seq=seq,
         layers=layers,
@@ -206,7 +207,6 @@ def preflight(
         plan, report = preflight_preset(
             settings,
             target,
-            tp=tp,
             compiler_options=options,
             time_limit=time_limit,
             on_progress=show,

@@ -38,6 +38,9 @@ class StepOptions:
     model: str
     """A preset of `jaxtp.models`."""
 
+    tp: int = 8
+    """Devices along the tensor axis; the rest are replicas, over which the batch is split."""
+
     batch: int = 8
     """Sequences of the global batch."""
 
@@ -93,7 +96,6 @@ def preflight_preset(
     options: StepOptions,
     target: str,
     *,
-    tp: int,
     compiler_options: CompileOptions | None = None,
     time_limit: float = 900.0,
     on_progress: Callable[[float], None] = lambda _: None,
@@ -103,7 +105,6 @@ def preflight_preset(
     Args:
         options: What to compile.
         target: `KIND:HOSTSxGPUS` or `KIND:SLICESxHOSTSxGPUS`.
-        tp: Devices along the tensor axis; the rest are replicas, over which the batch is split.
         compiler_options: From `compile_options`.
         time_limit: Seconds that the compiler may take.
         on_progress: Called a few times a second with the seconds so far.
@@ -112,7 +113,7 @@ def preflight_preset(
         SizeMismatch: TP003, if tp does not divide the devices, or the replicas the batch.
         JaxtpError: whatever `make_plan` and `preflight` raise.
     """
-    devices = Target.parse(target).num_devices
+    devices, tp = Target.parse(target).num_devices, options.tp
     if tp < 1 or devices % tp or options.batch % (devices // tp):
         raise SizeMismatch(
             f"tp={tp} on {devices} devices with a batch of {options.batch}",
@@ -139,7 +140,7 @@ def preflight_preset(
     report = preflight(
         "jaxtp.train.preset:preset_step",
         target=target,
-        mesh=mesh,
+        mesh=dict(plan.mesh.sizes),
         keywords=dataclasses.asdict(options),
         options=compiler_options,
         tensor_axes=plan.mesh.tp,
@@ -161,7 +162,7 @@ def preset_step(mesh: Mesh, **settings: Any) -> tuple[Any, tuple[Any, ...]]:
     """The jitted step and its abstract arguments; the entry point of the compiler's process.
 
     Args:
-        mesh: A mesh of the target's devices, with the user's axes.
+        mesh: A mesh of the target's devices, with the plan's axes.
         **settings: Fields of `StepOptions`.
 
     Returns:
@@ -169,6 +170,8 @@ def preset_step(mesh: Mesh, **settings: Any) -> tuple[Any, tuple[Any, ...]]:
         `tokens` is `(batch, seq + 1)`.
     """
     options = StepOptions(**settings)
+    # The plan's axes are factors of the one tensor axis that planning starts from.
+    mesh = Mesh(mesh.devices.reshape(-1, options.tp), ("dp", "tp"))
     model, plan = preset_plan(mesh, options)
     own_mesh = plan_mesh(mesh, plan.mesh)
     graph, params = nnx.split(model)

@@ -73,7 +73,7 @@ ul{list-style:none;padding-left:1.2rem}li{margin:.15rem 0}summary{cursor:pointer
 svg{vertical-align:middle;margin-right:.6rem}.same{fill:#ccc}
 span{font-family:ui-monospace,monospace;white-space:pre-wrap}
 .block{font-weight:600}.whole{color:#666}.fallback{color:#b45309}.note{color:#b91c1c}
-[hidden]{display:none}#search{width:24rem;padding:.3rem}
+[hidden]{display:none}.gap{stroke:#888;stroke-dasharray:3}text{font-size:11px}#search{width:24rem;padding:.3rem}
 table{border-collapse:collapse}td,th{padding:.2rem .5rem;border:1px solid #ddd;text-align:right}
 th:first-child{text-align:left}
 """

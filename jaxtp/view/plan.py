@@ -15,6 +15,7 @@ from typing import Any
 from jaxtp.mesh.axes import MeshShape
 from jaxtp.plan import ParamDecision, Plan
 from jaxtp.planner import make_plan
+from jaxtp.rules.roles import Role
 from jaxtp.trees import spec_text
 from jaxtp.view.page import Node, Section, page
 from jaxtp.view.report import report_sections
@@ -75,7 +76,8 @@ def _needs_a_look(plan: Plan) -> list[tuple[str, int, ParamDecision]]:
 
 
 def _is_whole_matrix(d: ParamDecision, mesh: MeshShape) -> bool:
-    return mesh.tp_size > 1 and len(d.shape) > 1 and d.dim_on(mesh.tp) is None
+    is_matrix = len(d.shape) > 1 and d.role != Role.NORM  # a stack of norms is no matrix
+    return mesh.tp_size > 1 and is_matrix and d.dim_on(mesh.tp) is None
 
 
 def _tree(plan: Plan) -> tuple[Node, ...]:

@@ -3,8 +3,10 @@
 Stage in: a `Report`. Stage out: sections.
 """
 
+import dataclasses
 import html
 from collections import defaultdict
+from collections.abc import Callable
 
 from jaxtp.view.page import Node, Section
 from jaxtp.xla.report import Report
@@ -20,8 +22,8 @@ def report_sections(report: Report) -> tuple[Section, ...]:
     facts = tuple(Node(line) for line in lines[: _table_begins(lines)])
     unexpected = tuple(Node(f"{p}: {cause}", "note") for p, cause in report.unexpected.items())
     beats = (
-        "Matrix products above, collectives below, over one step; later turns of a loop are one "
-        "block. Red is time that the device waits. All of it is modelled, not measured."
+        "Matrix products above, collectives below, over one step. A line is where later turns of a "
+        "loop are left out. Red is time that the device waits. All of it is modelled."
     )
     return (
         Section("The compiled step", "", (*facts, *unexpected)),
@@ -42,7 +44,7 @@ def heat_map(report: Report) -> str:
         column = f"{' x '.join(row.axes)} {row.kind}"
         way = "backward" if row.backward else "forward"
         columns[column] = None
-        cells[f"{row.site or row.source or 'unnamed'} ({way})"][column] += row.wire_bytes
+        cells[f"{row.site} {row.source} ({way})"][column] += row.wire_bytes
     most = max((v for r in cells.values() for v in r.values()), default=1.0) or 1.0
     head = "".join(f"<th>{html.escape(c)}</th>" for c in columns)
     body = "".join(
@@ -60,41 +62,80 @@ def _cell(sent: float, most: float) -> str:
 
 
 def timeline(report: Report) -> str:
-    """An SVG with a lane of matrix products and a lane of collectives."""
+    """An SVG with a lane of products and a lane of collectives; one turn stands for a loop."""
     schedule = report.schedule
-    ends = [w.start + w.seconds * w.repeat for w in schedule.windows]
-    ends += [p.start + p.seconds * p.repeat for p in schedule.products]
-    scale = WIDTH / max((*ends, schedule.seconds, 1e-9))
-    work = "".join(_product(p, scale) for p in schedule.products)
-    wire = "".join(_window(w, scale) for w in schedule.windows)
+    bars = [_product(p) for p in schedule.products] + [_window(w) for w in schedule.windows]
+    place, gaps, total = _axis([(b.start, b.start + b.seconds) for b in bars])
+    scale = WIDTH / total
+    marks = "".join(
+        f'<line x1="{x * scale:.1f}" x2="{x * scale:.1f}" y1="0" y2="66" class="gap"/>'
+        for x in gaps
+    )
+    drawn = "".join(_rect(b, place(b.start) * scale, b.seconds * scale) for b in bars)
+    waits = "".join(
+        _rect(b, place(b.start + b.seconds - b.waits) * scale, b.waits * scale, "#d9534f")
+        for b in bars
+        if b.waits
+    )
     return (
-        f'<svg width="{WIDTH}" height="84" class="timeline" role="img">'
-        f'{work}{wire}<text x="0" y="80">0</text>'
-        f'<text x="{WIDTH}" y="80" text-anchor="end">{schedule.seconds * 1e3:.2f} ms</text></svg>'
+        f'<svg width="{WIDTH}" height="84" class="timeline" role="img">{drawn}{waits}{marks}'
+        f'<text x="0" y="80">0</text><text x="{WIDTH}" y="80" text-anchor="end">'
+        f"{schedule.seconds * 1e3:.2f} ms in all, loops once</text></svg>"
     )
 
 
-def _product(p: Product, scale: float) -> str:
-    kind = "#7aa2d6" if p.flops else "#cbd5e1"
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Bar:
+    """One rectangle: seconds of one run, on a lane, with the text that the pointer shows."""
+
+    start: float
+    seconds: float
+    waits: float
+    y: int
+    colour: str
+    text: str
+
+
+def _axis(
+    spans: list[tuple[float, float]],
+) -> tuple[Callable[[float], float], list[float], float]:
+    """Modelled seconds -> seconds on paper, where what is drawn nowhere is left out.
+
+    Nothing is drawn where a loop's later turns are, because one turn stands for all of them.
+
+    Returns:
+        The mapping, the places on paper where time was left out, and the length of the paper.
+    """
+    cuts: list[tuple[float, float]] = []
+    reached = 0.0
+    for start, end in sorted(spans):
+        if start > reached:
+            cuts.append((reached, start))
+        reached = max(reached, end)
+
+    def place(t: float) -> float:
+        return t - sum(min(t, b) - a for a, b in cuts if a < t)
+
+    return place, [place(b) for a, b in cuts if a > 0], max(place(reached), 1e-9)
+
+
+def _product(p: Product) -> _Bar:
+    colour = "#7aa2d6" if p.flops else "#cbd5e1"
     text = f"{p.op_name or p.name}: {p.seconds * 1e3:.3f} ms, {p.repeat} times"
-    return _bar(p.start, p.seconds * p.repeat, 4, kind, text, scale)
+    return _Bar(p.start, p.seconds, 0.0, 4, colour, text)
 
 
-def _window(w: Window, scale: float) -> str:
+def _window(w: Window) -> _Bar:
     one = w.collective
     text = (
         f"{one.kind} {one.num_bytes / 2**20:.1f} MiB {one.site}: {w.seconds * 1e3:.3f} ms, "
         f"{w.exposed * 1e3:.3f} ms exposed, {w.repeat} times"
     )
-    total, exposed = w.seconds * w.repeat, w.exposed * w.repeat
-    hidden = _bar(w.start, total, 36, "#86c79b", text, scale)
-    waits = _bar(w.start + total - exposed, exposed, 36, "#d9534f", text, scale) if exposed else ""
-    return hidden + waits
+    return _Bar(w.start, w.seconds, min(w.exposed, w.seconds), 36, "#86c79b", text)
 
 
-def _bar(start: float, seconds: float, y: int, colour: str, text: str, scale: float) -> str:
+def _rect(bar: _Bar, x: float, width: float, colour: str = "") -> str:
     return (
-        f'<rect x="{start * scale:.2f}" y="{y}" height="26" '
-        f'width="{max(seconds * scale, 0.3):.2f}" '
-        f'fill="{colour}"><title>{html.escape(text)}</title></rect>'
+        f'<rect x="{x:.2f}" y="{bar.y}" width="{max(width, 0.3):.2f}" height="26" '
+        f'fill="{colour or bar.colour}"><title>{html.escape(bar.text)}</title></rect>'
     )

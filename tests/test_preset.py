@@ -1,0 +1,103 @@
+"""Preflight of a preset, with the real GPU compiler under it; checks on its report."""
+
+import dataclasses
+import json
+
+import pytest
+
+from jaxtp.check import check
+from jaxtp.cli import main
+from jaxtp.cost import matmul_params, train_flops
+from jaxtp.errors import CheckFailed, DoesNotFit
+from jaxtp.models import PRESETS, abstract
+from jaxtp.planner import make_plan
+from jaxtp.train.preset import StepOptions, preflight_preset
+
+TINY = StepOptions(model="llama3.2-1b", tp=4, batch=2, seq=256, layers=2, optimizer="sgd")
+
+
+@pytest.fixture(scope="module")
+def report():
+    return preflight_preset(TINY, "h100:1x8")[1]
+
+
+def test_a_preset_moves_the_floor_and_nothing_else(report):
+    assert report.ratio == pytest.approx(1, abs=0.002)
+    assert not report.unexpected
+    assert report.mesh == {"dp": 2, "tp": 4}
+    big = [row for row in report.collectives if "tp" in row.axes and row.num_bytes > 2**17]
+    assert {(row.kind, row.dtype) for row in big} == {("all-reduce", "bf16")}
+    assert report.alias_bytes == pytest.approx(report.output_bytes, rel=1e-4)
+
+
+def test_the_command_prints_what_programs_need(capsys, tmp_path):
+    page = tmp_path / "page.html"
+    args = "--model gpt2 --target h100:1x8 --batch 1 --seq 128 --layers 1 --optimizer none --json"
+    main(["preflight", *args.split(), "--html", str(page)])
+    data = json.loads(capsys.readouterr().out)
+    wanted = (
+        "wire_bytes floor_bytes ratio hidden_share hidden_forward hidden_backward peak_bytes "
+        "card_bytes fits step_seconds_modelled collectives mfu_modelled"
+    )
+    assert set(wanted.split()) <= set(data)
+    # 12 heads on tp=8: attention 4-way, the MLP 8-way, and still one all-reduce for each.
+    assert data["mesh"] == {"dp": 1, "tp_0": 4, "tp_1": 2}
+    large = [row for row in data["collectives"] if row["num_bytes"] > 2**17]
+    assert {row["kind"] for row in large} == {"all-reduce"}
+    assert not data["unexpected"]
+    text = page.read_text()
+    assert "Schedule" in text
+    assert 'class="heat"' in text
+    assert text.count("<rect") > 20
+
+
+@pytest.mark.parametrize(
+    ("args", "code"),
+    [
+        (["--model", "llama-nope"], "TP020"),
+        (["--model", "gpt2", "--target", "h100"], "TP116"),
+        (["--model", "gpt2", "--tp", "3"], "TP003"),
+    ],
+)
+def test_mistakes_are_found_before_anything_compiles(args, code, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["preflight", *args])
+    assert exit_.value.code == 2
+    assert code in capsys.readouterr().err
+
+
+def test_checks_hold_and_break_at_their_limits(report):
+    check(report, max_ratio=1.01, max_peak_bytes=report.peak_bytes, min_hidden_share=0.0)
+    with pytest.raises(
+        CheckFailed, match=r"TP115 at h100:1x8: wire bytes .* limit 0\.9: \d+ x all"
+    ):
+        check(report, max_ratio=0.9)
+    with pytest.raises(CheckFailed, match=r"peak .* limit 10"):
+        check(report, max_peak_bytes=10)
+    with pytest.raises(CheckFailed, match=r"hidden \(modelled\), limit 100.0%"):
+        check(report, min_hidden_share=1.0)
+    worse = dataclasses.replace(report, unexpected={"here": "a weight is gathered"}, card_bytes=1)
+    with pytest.raises(DoesNotFit, match=r"(?s)TP114 .* also:.*a weight is gathered"):
+        check(worse)
+    check(worse, must_fit=False, allow_unexpected=True)
+    with pytest.raises(CheckFailed, match="no floor"):
+        check(dataclasses.replace(report, floor_bytes=None), max_ratio=1.0)
+
+
+def test_flops_of_llama_8b_agree_with_6n():
+    # 8.03e9 parameters, of which the 0.53e9 of the token table multiply nothing.
+    plan = make_plan(abstract("llama3-8b"), {"tp": 8}, config=PRESETS["llama3-8b"])
+    params = matmul_params(plan)
+    assert params == pytest.approx(7.5e9, rel=0.01)
+    flops = train_flops(
+        matmul_params=params, tokens=8192, layers=32, heads=32, head_dim=128, seq=8192
+    )
+    assert flops.projections == 6 * params * 8192
+    assert flops.attention == 12 * 8192 * 8192 * 32 * 128 * 32
+    assert flops.causal == flops.projections + flops.attention / 2
+
+
+def test_a_tied_table_multiplies_too():
+    plan = make_plan(abstract("gpt2"), {"tp": 4})
+    extra = matmul_params(plan, tied=True) - matmul_params(plan)
+    assert extra >= 50257 * 768
