@@ -159,7 +159,8 @@ def self_attention(p, x, s: Sizes, kv: int | None = None, repeat="repeat"):
     )
     q, k = rotary(q), rotary(k)
     group = s.heads // k.shape[2]
-    if repeat == "grouped":
+    if repeat == "grouped":  # with rotary as one concatenation of the rotated halves
+        q, k = (jnp.concatenate([a[..., 5:], a[..., :5]], -1) for a in (q, k))
         q = q.reshape(*q.shape[:2], k.shape[2], group, s.head)
         probs = jax.nn.softmax(jnp.einsum("btkgd,bskd->bkgts", q, k), -1)
         return jnp.einsum("bkgts,bskd->btkgd", probs, v).reshape(*x.shape[:2], -1) @ p["o"]

@@ -8,6 +8,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from graph_models import (
+    MODELS,
     Case,
     Sizes,
     attend,
@@ -26,6 +27,8 @@ from graph_models import (
     swiglu_params,
     tokens,
 )
+
+__all__ = ["MODELS"]
 
 # ---- experts -----------------------------------------------------------------------------------
 

@@ -4,7 +4,8 @@ import random
 
 import jax
 import pytest
-from graph_models import DISTINCT, EQUAL, MODELS, SINGLE
+from graph_flax_models import MODELS
+from graph_models import DISTINCT, EQUAL, SINGLE
 
 from jaxtp.rules.graph import analyse
 

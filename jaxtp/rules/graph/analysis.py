@@ -86,7 +86,7 @@ class Analysis:
     unreached: tuple[str, ...]
     opaque: tuple[Opaque, ...]
     groups: dict[str, tuple[str, ...]]
-    scope: Scope
+    scope: Scope = dataclasses.field(repr=False)
     _regions: Regions = dataclasses.field(repr=False)
 
     def dim_classes(self, value: Value) -> tuple[DimClass, ...]:

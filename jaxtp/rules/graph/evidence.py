@@ -31,6 +31,7 @@ class Known:
     Attributes:
         produced: Contractions whose weight has it as a free dim.
         contracted: Contractions that sum over it.
+        layer: Whether a scan runs along it.
         stacked: Whether weights are stacked along it.
         chosen: Whether a computed index is compared with a range along it (one-hot dispatch).
         tables: Token tables whose rows it is.
@@ -41,11 +42,15 @@ class Known:
 
     produced: list[Contraction] = dataclasses.field(default_factory=list[Contraction])
     contracted: list[Contraction] = dataclasses.field(default_factory=list[Contraction])
+    layer: bool = False
     stacked: bool = False
     chosen: bool = False
     tables: list[Lookup] = dataclasses.field(default_factory=list[Lookup])
     whole: list[str] = dataclasses.field(default_factory=list[str])
     needed: list[str] = dataclasses.field(default_factory=list[str])
+
+
+_NOTHING = Known()
 
 
 def classes_in(dims: Iterable[Dim]) -> list[Atom]:
@@ -84,7 +89,7 @@ class Evidence:
 
     def of(self, atom: Atom) -> Known:
         """What is known about a class; empty if nothing is."""
-        return self.known.setdefault(atom, Known())
+        return self.known.get(atom, _NOTHING)
 
     def kind(self, atom: Atom) -> str:
         """What a class may be split as: one of the four kinds, or "" if it is never split."""
@@ -112,7 +117,7 @@ class Evidence:
         return bool(atoms) and all(self.kind(atom) == EXPERT for atom in atoms)
 
     def _judge(self, atom: Atom) -> str:
-        known = self.known.get(atom, Known())
+        known = self.of(atom)
         if self._is_routed(known):
             return EXPERT
         if known.whole:
@@ -122,7 +127,7 @@ class Evidence:
             major = known.produced or rows * MINOR_TABLE >= self._largest_table
             return VOCAB if major and rows >= self._min_vocab else SMALL
         if known.produced and not known.contracted:
-            pieces = [self.known.get(piece, Known()) for piece in with_pieces((atom,))]
+            pieces = [self.of(piece) for piece in with_pieces((atom,))]
             if any(piece.contracted or piece.whole for piece in pieces):
                 return ""  # several projections in one: each piece is judged by itself
             return VOCAB if atom.size >= self._min_vocab else SMALL
@@ -145,36 +150,39 @@ class Evidence:
 
     def _all(self, dims: Dims, *traits: str) -> bool:
         """Whether all classes in some dims have one of the traits of `Known`."""
-        known = [self.known.get(atom, Known()) for atom in classes_in(dims)]
+        known = [self.of(atom) for atom in classes_in(dims)]
         return all(any(getattr(one, trait) for trait in traits) for one in known)
+
+    def _note(self, atom: Atom) -> Known:
+        return self.known.setdefault(atom, Known())
 
     def _learn(self, fact: Fact) -> None:
         match fact:
             case Contraction():
                 produced, contracted = classes_in(fact.free), classes_in(fact.summed)
                 for atom in contracted:
-                    self.of(atom).contracted.append(fact)
+                    self._note(atom).contracted.append(fact)
                 for atom in produced:
-                    self.of(atom).produced.append(fact)
+                    self._note(atom).produced.append(fact)
                     if atom in contracted:
-                        self.of(atom).whole.append(
+                        self._note(atom).whole.append(
                             "recurrent: one kernel contracts and produces it"
                         )
                 for atom in classes_in(fact.batch):
-                    self.of(atom).stacked = True
+                    self._note(atom).stacked = True
                 self.uses.get(fact.path, []).append(fact)
             case Lookup():
                 for atom in classes_in((fact.rows,)):
-                    self.of(atom).stacked |= fact.kind == "experts"
+                    self._note(atom).stacked |= fact.kind == "experts"
                     if fact.kind == "tokens":
-                        self.of(atom).tables.append(fact)
+                        self._note(atom).tables.append(fact)
                 if fact.kind == "tokens":
                     self.streams.update(classes_in(fact.features))
                     self._largest_table = max(self._largest_table, dim_size(fact.rows))
                 self.uses.get(fact.path, []).append(fact)
             case Choice():
                 for atom in classes_in((fact.dim,)):
-                    self.of(atom).chosen |= not fact.tokens
+                    self._note(atom).chosen |= not fact.tokens
             case Residual():
                 own = {atom for dim in fact.dims for atom in resolve(dim)}
                 self.streams |= own
@@ -183,7 +191,8 @@ class Evidence:
             case Whole():
                 binding = fact.why in ("conv", "layer")
                 for atom in classes_in((fact.dim,)):
-                    known = self.of(atom)
+                    known = self._note(atom)
+                    known.layer |= fact.why == "layer"
                     (known.whole if binding else known.needed).append(f"{fact.why} needs all of it")
                 if fact.path:
                     self.convolved.add(fact.path)
@@ -196,16 +205,23 @@ class Evidence:
         A sum over positions (the values of attention, linear attention's state) mixes the free dims
         of its operands. Scores are exempt: their free dims are positions and heads.
         """
-        weights = {atom for dims in self.params.values() for atom in classes_in(dims)}
+        widths = {atom for dims in self.params.values() for atom in classes_in(dims)}
+        widths -= self.streams
+
+        def is_width(dim: Dim) -> bool:
+            """Whether kernels make a dim, or all pieces it was joined from (rotary halves)."""
+            pieces = [[piece for piece in atom.cuts.values() if piece] for atom in resolve(dim)]
+            joined = any(own and all(map(is_width, own)) for own in pieces)
+            return joined or not widths.isdisjoint(resolve(dim))
+
         for fact in products:
             for atom in classes_in(fact.summed):
-                self.of(atom).whole.append("summed in a product of two activations")
-            summed = [atom for dim in fact.summed for atom in resolve(dim)]
-            if any(atom in weights and atom not in self.streams for atom in summed):
+                self._note(atom).whole.append("summed in a product of two activations")
+            if any(map(is_width, fact.summed)):
                 continue
             for free, scores in zip(fact.free, fact.scores, strict=True):
                 for atom in () if scores else classes_in(free):
-                    self.of(atom).whole.append(
+                    self._note(atom).whole.append(
                         "mixed over positions by a product of two activations"
                     )
 

@@ -31,7 +31,7 @@ class Contraction:
     free: Dims
     batch: Dims
     output: int
-    equation: Any
+    equation: Any = dataclasses.field(repr=False)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Product:
     summed: Dims
     free: tuple[Dims, Dims]
     scores: tuple[bool, bool]
-    equation: Any
+    equation: Any = dataclasses.field(repr=False)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Lookup:
     rows: Dim
     features: Dims
     kind: str
-    equation: Any
+    equation: Any = dataclasses.field(repr=False)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class Residual:
 
     dims: Dims
     inside: tuple[Dims, ...]
-    equation: Any
+    equation: Any = dataclasses.field(repr=False)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ class Offset:
 
     path: str
     product: Contraction
-    equation: Any
+    equation: Any = dataclasses.field(repr=False)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ class Whole:
 
     dim: Dim
     why: str
-    equation: Any
+    equation: Any = dataclasses.field(repr=False)
     path: str = ""
 
 
@@ -131,7 +131,7 @@ class Choice:
 
     dim: Dim
     tokens: bool
-    equation: Any
+    equation: Any = dataclasses.field(repr=False)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

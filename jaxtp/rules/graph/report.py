@@ -85,7 +85,7 @@ class Reporter:
 
     def _partners(self, path: str, region: Region) -> str:
         """Who stands at the other end of the region."""
-        known = self._evidence.known[region.classes[0]]
+        known = self._evidence.of(region.classes[0])
         size = region.classes[0].size
         if region.kind == EXPERT:
             return f"{size} experts: its weights are stacked along them"
@@ -113,7 +113,9 @@ class Reporter:
     def _whole(self, path: str) -> tuple[str, tuple[str, ...]]:
         """Role and reasons of a parameter that stays whole."""
         evidence, uses = self._evidence, self._evidence.uses[path]
-        dims = [dim for dim in evidence.params[path] if dim]
+        dims = [
+            dim for dim in evidence.params[path] if dim and not evidence.of(resolve(dim)[0]).layer
+        ]
         why = [f"dim {i}: {self._why(dim)}" for i, dim in enumerate(evidence.params[path]) if dim]
         offset = self._offsets.get(path)
         rules: list[tuple[str, Callable[[], Any], str]] = [
@@ -157,7 +159,7 @@ class Reporter:
         if not isinstance(use, Contraction):
             return False
         known = [
-            self._evidence.known[atom]
+            self._evidence.of(atom)
             for atom in classes_in(use.free)
             if atom not in self._evidence.streams
         ]
@@ -173,24 +175,21 @@ class Reporter:
 
     def _verdict(self, atom: Atom) -> str:
         evidence = self._evidence
-        known = evidence.known.get(atom)
+        known = evidence.of(atom)
         if atom in evidence.streams:
             return "lies on the residual stream"
-        if known is None:
-            return "meets no other weight"
         if known.whole or known.needed:
             return "cannot be split: " + (known.whole + known.needed)[0]
         if evidence.kind(atom) == SMALL:
             return (
                 f"is an output or a table of {atom.size} entries, too few to be worth an exchange"
             )
-        if known.produced and known.contracted:
-            return "is contracted, but not on the way back to the residual stream"
-        return (
-            "is contracted, but no kernel produces it"
-            if known.contracted
-            else "is cut into unlike pieces"
-        )
+        if known.contracted:
+            how = (
+                "but not on the way back to the stream" if known.produced else "but never produced"
+            )
+            return f"is contracted, {how}"
+        return "is cut into pieces that are not all split" if known.produced else "is only indexed"
 
     def _at(self, equation: Any) -> str:
         """The source line of an equation in brackets, or nothing."""

@@ -70,9 +70,9 @@ class Value:
     order: int
     path: str = ""
     depth: int = 0
-    parents: tuple["Value", ...] = ()
+    parents: tuple["Value", ...] = dataclasses.field(default=(), repr=False)
     elementwise: bool = False
-    skip: "Value | None" = None
+    skip: "Value | None" = dataclasses.field(default=None, repr=False)
     scores: bool = False
     index: Index | None = None
     one_hot: bool = False
@@ -94,8 +94,8 @@ class Scope:
         calls: Equation position -> scopes of its sub-jaxprs, in the order they were read.
     """
 
-    jaxpr: Jaxpr
-    values: dict[Var, Value]
+    jaxpr: Jaxpr = dataclasses.field(repr=False)
+    values: dict[Var, Value] = dataclasses.field(repr=False)
     calls: dict[int, list["Scope"]]
 
 
