@@ -1,6 +1,8 @@
 """What users may rely on is frozen: a change shows as a change of `tests/golden/surface.txt`."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import jaxtp
@@ -27,3 +29,22 @@ def test_front_door_is_small_and_true():
     assert len(jaxtp.__all__) <= 40
     assert all(hasattr(jaxtp, name) for name in jaxtp.__all__)
     assert len(Path(jaxtp.__file__).read_text().splitlines()) <= 60
+
+
+def test_plans_do_not_depend_on_the_hash_seed():
+    # Sets of names are walked in another order in every process; a plan must not show it.
+    code = (
+        "import jaxtp; from jaxtp import models; "
+        "print(jaxtp.make_plan(models.abstract('llama-tiny'), {'tp': 8}).to_json())"
+    )
+    plans = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "3")
+    }
+    assert len(plans) == 1

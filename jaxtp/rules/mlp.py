@@ -98,7 +98,7 @@ def votes(block: Block) -> Iterator[Vote]:
             for node in leaf.nodes[:4]:
                 routers[node] |= set(leaf.sizes)
                 scores[node] |= set(leaf.sizes if word is Word.ROUTER else ())
-    nodes = {n for leaf in block.leaves.values() for n in leaf.nodes}
+    nodes = dict.fromkeys(n for leaf in block.leaves.values() for n in leaf.nodes)
     for node in sorted(nodes, key=lambda n: n.count("/") + bool(n), reverse=True):
         leaves = pending.pop(node, [])
         for inner, members in _pairs(block, leaves):
