@@ -168,11 +168,12 @@ def attend(
     v_BTKH: jax.Array,
     segment_ids_BT: jax.Array | None,
     implementation: Literal["xla", "cudnn"],
+    window: int | None = None,
 ) -> jax.Array:
     """Causal attention with grouped key/value heads, (batch, tokens, query heads, head width).
 
-    A token sees itself and earlier tokens of its own segment. Query head n uses kv
-    head n // (N / K).
+    A token sees itself and earlier tokens of its own segment, the last `window` of them if there is
+    a window. Query head n uses kv head n // (N / K).
     """
     num_heads, num_kv_heads = q_BTNH.shape[2], k_BTKH.shape[2]
     units = (num_kv_heads, num_heads // num_kv_heads)
@@ -182,7 +183,13 @@ def attend(
     if segment_ids_BT is not None:
         mask_B1TT = segment_ids_BT[:, None, :, None] == segment_ids_BT[:, None, None, :]
     out_BTNH = jax.nn.dot_product_attention(
-        q_BTNH, k_BTKH, v_BTKH, mask=mask_B1TT, is_causal=True, implementation=implementation
+        q_BTNH,
+        k_BTKH,
+        v_BTKH,
+        mask=mask_B1TT,
+        is_causal=True,
+        local_window_size=None if window is None else (window - 1, 0),
+        implementation=implementation,
     )
     return constrain(out_BTNH, "heads", units)
 

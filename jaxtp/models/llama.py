@@ -1,12 +1,16 @@
-"""The Llama family, Qwen3 included: grouped-query attention, rotary, RMSNorm, SwiGLU.
+"""The Llama family: grouped-query attention, rotary, RMSNorm, gated MLP or experts.
 
 Stage in: `LlamaConfig` and random keys, then token ids. Stage out: logits. The architecture and the
 names of its activations, nothing else: see `jaxtp.models.layers` for the shape suffixes.
+
+Mistral, Qwen2, Qwen3, Gemma and Mixtral are this decoder with other options of the config.
 """
 
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +31,13 @@ from jaxtp.models.layers import (
     scan_layers,
     stack_layers,
 )
+from jaxtp.models.moe import GatedMLP, MoE
+
+ACTIVATION: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
+}
+"""Name, as Hugging Face configs spell it -> function of the gate."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +62,8 @@ class LlamaConfig(DecoderConfig):
     """Sizes and options of one Llama-like model.
 
     Raises:
-        SizeMismatch: TP003, if query heads do not divide by kv heads, or the head width is odd.
+        SizeMismatch: TP003, if query heads do not divide by kv heads, the head width is odd, the
+            window is empty, or not between one and all of the experts are chosen.
     """
 
     num_key_value_heads: int
@@ -78,6 +90,27 @@ class LlamaConfig(DecoderConfig):
     tie_word_embeddings: bool = False
     """Use the embedding as the head."""
 
+    qkv_bias: bool = False
+    """Biases on queries, keys and values, as Qwen2 has them."""
+
+    sliding_window: int | None = None
+    """How many tokens a token sees, itself included, as in Mistral; None: all before it."""
+
+    hidden_act: Literal["silu", "gelu_pytorch_tanh"] = "silu"
+    """What the MLP's gate goes through."""
+
+    norm_offset: bool = False
+    """Norms multiply by one plus their scale, as Gemma's do."""
+
+    scale_embedding: bool = False
+    """Multiply embeddings by the root of the hidden size, as Gemma does."""
+
+    num_experts: int = 0
+    """Number of MLPs that a layer chooses from for each token, as Mixtral does; 0: one MLP."""
+
+    num_experts_per_tok: int = 0
+    """Number of experts chosen for each token."""
+
     def __post_init__(self) -> None:
         # Not super(): a slotted dataclass is a second class object, and the closure cell names the
         # first one.
@@ -93,6 +126,19 @@ class LlamaConfig(DecoderConfig):
                 f"rotary positions turn pairs, and head_dim is {self.head_dim}",
                 where="head_dim",
                 fix="use an even head_dim",
+            )
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise SizeMismatch(
+                f"a window of {self.sliding_window} tokens",
+                where="sliding_window",
+                fix="a token sees at least itself; None for no window",
+            )
+        chosen, experts = self.num_experts_per_tok, self.num_experts
+        if not min(experts, 1) <= chosen <= experts:
+            raise SizeMismatch(
+                f"{chosen} experts per token of {experts}",
+                where="num_experts_per_tok",
+                fix="choose at least one and at most all experts; both 0 for a plain MLP",
             )
 
 
@@ -114,6 +160,15 @@ def rotary_frequencies(
     return frequencies * (kept + (1 - kept) / scaling.factor)
 
 
+class OffsetRMSNorm(nnx.RMSNorm):
+    """RMSNorm that multiplies by one plus its scale, in fp32."""
+
+    def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+        """The normed array, like `x`."""
+        shifted = jax.tree.map(lambda scale: 1 + scale.astype(jnp.float32), self)
+        return nnx.RMSNorm.__call__(shifted, x, mask=mask)
+
+
 class Attention(nnx.Module):
     """Grouped-query attention; kernels (embed, heads, head_dim) and (heads, head_dim, embed)."""
 
@@ -122,9 +177,9 @@ class Attention(nnx.Module):
         heads = (config.num_attention_heads, config.head_dim)
         kv_heads = (config.num_key_value_heads, config.head_dim)
         self.config = config
-        self.q_proj = linear(config.hidden_size, heads)
-        self.k_proj = linear(config.hidden_size, kv_heads)
-        self.v_proj = linear(config.hidden_size, kv_heads)
+        self.q_proj = linear(config.hidden_size, heads, use_bias=config.qkv_bias)
+        self.k_proj = linear(config.hidden_size, kv_heads, use_bias=config.qkv_bias)
+        self.v_proj = linear(config.hidden_size, kv_heads, use_bias=config.qkv_bias)
         self.o_proj = linear(
             heads,
             config.hidden_size,
@@ -139,27 +194,45 @@ class Attention(nnx.Module):
     ) -> jax.Array:
         """Attention over earlier tokens of the same segment, (batch, tokens, hidden size)."""
         config = self.config
-        num_kv_heads = config.num_key_value_heads
-        units = (num_kv_heads, config.num_attention_heads // num_kv_heads)
         # Under a plan that splits queries further than keys, K below counts a kv head once for
         # each device that needs it.
-        k_proj, v_proj = jax.tree.map(
-            lambda w_DKH: spread(w_DKH.astype(config.dtype), "kv_kernel", units),
-            (self.k_proj, self.v_proj),
-        )
+        k_proj, v_proj = self._spread(self.k_proj), self._spread(self.v_proj)
         q_BTNH, k_BTKH, v_BTKH = self.q_proj(h_BTD), k_proj(h_BTD), v_proj(h_BTD)
         if config.qk_norm:
             q_BTNH, k_BTKH = self.q_norm(q_BTNH), self.k_norm(k_BTKH)
         q_BTNH, k_BTKH = rotary(q_BTNH, angles_BTH), rotary(k_BTKH, angles_BTH)
-        implementation = config.attention_implementation
-        return self.o_proj(attend(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, implementation))
+        out_BTNH = attend(
+            q_BTNH,
+            k_BTKH,
+            v_BTKH,
+            segment_ids_BT,
+            config.attention_implementation,
+            config.sliding_window,
+        )
+        return self.o_proj(out_BTNH)
+
+    def _spread(self, proj: nnx.LinearGeneral) -> nnx.LinearGeneral:
+        """A key or value projection with a copy of each kv head per device that needs it."""
+        config = self.config
+        num_kv_heads = config.num_key_value_heads
+        units = (num_kv_heads, config.num_attention_heads // num_kv_heads)
+
+        def copies(w: jax.Array) -> jax.Array:
+            w_DKH = w.astype(config.dtype).reshape(-1, num_kv_heads, config.head_dim)
+            w_DKH = spread(w_DKH, "kv_kernel", units)
+            return w_DKH.reshape(*w.shape[:-2], *w_DKH.shape[1:])  # a bias has no D
+
+        spread_proj = jax.tree.map(copies, proj)
+        spread_proj.out_features = spread_proj.kernel.shape[1:]
+        return spread_proj
 
 
-class MLP(nnx.Module):
-    """SwiGLU: down(silu(gate(h)) * up(h))."""
+class MLP(GatedMLP):
+    """A gated MLP, with silu SwiGLU: down(act(gate(h)) * up(h))."""
 
     def __init__(self, config: LlamaConfig, rngs: nnx.Rngs) -> None:
         linear, _ = _parts(config, rngs)
+        self.act = ACTIVATION[config.hidden_act]
         self.gate_proj = linear(config.hidden_size, config.intermediate_size)
         self.up_proj = linear(config.hidden_size, config.intermediate_size)
         self.down_proj = linear(
@@ -172,18 +245,24 @@ class MLP(nnx.Module):
         """The MLP's result, (batch, tokens, hidden size)."""
         gate_BTF = constrain(self.gate_proj(h_BTD), "mlp")
         up_BTF = constrain(self.up_proj(h_BTD), "mlp")
-        return self.down_proj(jax.nn.silu(gate_BTF) * up_BTF)
+        return self.down_proj(self.act(gate_BTF) * up_BTF)
 
 
 class LlamaLayer(nnx.Module):
-    """Attention and MLP, each behind its norm and added to the residual stream."""
+    """Attention and MLP or experts, each behind its norm and added to the residual stream."""
 
     def __init__(self, config: LlamaConfig, rngs: nnx.Rngs) -> None:
-        _, norm = _parts(config, rngs)
+        linear, norm = _parts(config, rngs)
         self.input_layernorm = norm(config.hidden_size)
         self.self_attn = Attention(config, rngs)
         self.post_attention_layernorm = norm(config.hidden_size)
-        self.mlp = MLP(config, rngs)
+        if config.num_experts:
+            router = linear(config.hidden_size, config.num_experts)
+            make_expert = functools.partial(MLP, config)
+            chosen = config.num_experts_per_tok
+            self.mlp = MoE(router, make_expert, config.num_experts, chosen, rngs)
+        else:
+            self.mlp = MLP(config, rngs)
 
     def __call__(
         self, x_BTD: jax.Array, angles_BTH: jax.Array, segment_ids_BT: jax.Array | None
@@ -249,7 +328,10 @@ class Llama(nnx.Module):
         frequencies = rotary_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
         # Angles in fp32: in bf16 the positions 256 and 257 are the same number.
         angles_BTH = positions_BT[:, :, None] * jnp.float32(frequencies)[None, None, :]
-        x_BTD = constrain(self.embed_tokens(constrain(tokens_BT, "tokens")), "residual")
+        x_BTD = self.embed_tokens(constrain(tokens_BT, "tokens"))
+        if config.scale_embedding:
+            x_BTD = x_BTD * math.sqrt(config.hidden_size)  # rounded to the type of x, as there
+        x_BTD = constrain(x_BTD, "residual")
         x_BTD = scan_layers(
             self.layers,
             x_BTD,
@@ -271,5 +353,10 @@ def _parts(
     """Constructors of the family's linear maps and norms, with the config's types filled in."""
     types = {"dtype": jnp.dtype(config.dtype), "param_dtype": jnp.dtype(config.param_dtype)}
     linear = functools.partial(nnx.LinearGeneral, use_bias=False, rngs=rngs, **types)
-    norm = functools.partial(nnx.RMSNorm, epsilon=config.rms_norm_eps, rngs=rngs, **types)
+    kind, scale_init = nnx.RMSNorm, jax.nn.initializers.ones
+    if config.norm_offset:
+        kind, scale_init = OffsetRMSNorm, jax.nn.initializers.zeros
+    norm = functools.partial(
+        kind, epsilon=config.rms_norm_eps, scale_init=scale_init, rngs=rngs, **types
+    )
     return linear, norm
