@@ -172,7 +172,7 @@ TABLE: Mapping[str, Key] = {
     "zero_optimization.stage3_max_live_parameters": _PREFETCH,
     "zero_optimization.stage3_max_reuse_distance": _PREFETCH,
     "zero_optimization.stage3_param_persistence_threshold": _instead(
-        "leaves below 100,000 elements a layer stay whole, DeepSpeed's default"
+        "arrays below 1/256 of the largest one, per layer, stay whole"
     ),
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": _instead(
         "checkpoints hold whole logical arrays; jaxtp.unshard brings them to the host"

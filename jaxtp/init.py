@@ -20,7 +20,7 @@ from jaxtp.mesh.axes import MeshShape
 from jaxtp.mesh.build import auto_context, auto_mesh, plan_mesh
 from jaxtp.padding import pad_to
 from jaxtp.plan import Plan
-from jaxtp.state import Overrides, Slot, array_slots, follow, slots
+from jaxtp.state import Overrides, Slot, array_slots, follow, plan_slots, slots
 from jaxtp.trees import PyTree, as_pytree, leaves, partition_spec
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def init_sharded(
         params = _compute(init_fn, shapes, found, target)
         if tx is None:
             return params
-        optimizer = init_optimizer(tx, params, state_overrides=state_overrides)
+        optimizer = init_optimizer(tx, params, plan=plan, state_overrides=state_overrides)
         if _is_module(params):
             return params, optimizer
         from flax.training.train_state import TrainState
@@ -80,6 +80,7 @@ def init_optimizer(
     tx: "GradientTransformation",
     params: PyTree,
     *,
+    plan: Plan | None = None,
     state_overrides: Overrides | None = None,
 ) -> PyTree:
     """The optimizer's state for placed parameters, every moment where its parameter lies.
@@ -87,6 +88,7 @@ def init_optimizer(
     Args:
         tx: The optimizer.
         params: Parameters from `jaxtp.shard` or `jaxtp.init_sharded`; their arrays say where.
+        plan: Their plan, if ZeRO cuts the optimizer's state further than the parameters.
         state_overrides: Specs for leaves that cannot follow a parameter, by regular expression.
 
     Returns:
@@ -105,7 +107,8 @@ def init_optimizer(
 
         shapes = _shapes(make, plain)
         shape = MeshShape(tuple(mesh.shape.items()))
-        placed = follow(shapes, found, shape, state_overrides)
+        moments = None if plan is None else plan_slots(plan, state=True)
+        placed = follow(shapes, found, shape, state_overrides, moments=moments)
         return _compute(make, shapes, placed, auto_mesh(mesh), plain)
 
 

@@ -37,6 +37,8 @@ class ParamDecision:
         group: Parameters with the same group were decided together; "" if alone.
         fallback: Why the split is narrower than the tensor axis, with its price; "" if it is not.
         padded: Size that the dim on the tensor axis is padded to, in elements; 0 without padding.
+        state_spec: Mesh axes per dim of what the optimizer keeps of it, and from ZeRO stage 2 on of
+            its gradient; `()` where these lie like the parameter.
     """
 
     path: str
@@ -49,6 +51,7 @@ class ParamDecision:
     group: str = ""
     fallback: str = ""
     padded: int = 0
+    state_spec: Spec = ()
 
     def revise(self, spec: Spec, reason: str, **changes: Any) -> "ParamDecision":
         """The same decision with another spec, and the reason for it."""
@@ -90,6 +93,7 @@ class Plan:
         decisions: One per leaf, in the tree's order.
         policy: What happened to units that do not divide: "factor", "replicate" or "error".
         sequence_parallel: Whether the residual stream is split along the sequence.
+        zero: What the fsdp axis cuts: 1 optimizer state, 2 also gradients, 3 also parameters.
         notes: Sentences about the plan as a whole.
     """
 
@@ -97,6 +101,7 @@ class Plan:
     decisions: tuple[ParamDecision, ...]
     policy: str = "factor"
     sequence_parallel: bool = False
+    zero: int = 0
     notes: tuple[str, ...] = ()
 
     @functools.cached_property
@@ -160,6 +165,7 @@ class Plan:
         lines = [
             f"{d.path}  {d.dtype}{list(d.shape)}",
             f"  spec     {spec_text(d.spec)} on {self.mesh}",
+            *([f"  state    {spec_text(d.state_spec)}"] if d.state_spec else []),
             f"  role     {d.role}" + (f", decided with group {d.group!r}" if d.group else ""),
             f"  bytes    {d.num_bytes:,} in all, {d.bytes_per_device(self.mesh):,} per device",
             *(f"  because  {reason}" for reason in d.reasons),
@@ -184,7 +190,8 @@ class Plan:
         """`(path with repeated layers folded, how many, one of them)`, in the tree's order."""
         folded: dict[tuple[object, ...], list[ParamDecision]] = {}
         for d in self.decisions:
-            key = (re.sub(r"\d+", "*", d.path), d.shape, d.dtype, d.spec, d.role, d.fallback)
+            specs = (d.spec, d.state_spec)
+            key = (re.sub(r"\d+", "*", d.path), d.shape, d.dtype, specs, d.role, d.fallback)
             folded.setdefault(key, []).append(d)
         for (wild, *_), members in folded.items():
             yield (str(wild) if len(members) > 1 else members[0].path), len(members), members[0]
@@ -248,6 +255,6 @@ class Plan:
 
 
 def _decision(data: dict[str, Any]) -> ParamDecision:
-    spec = tuple(tuple(axes) for axes in data.pop("spec"))
+    specs = {k: tuple(map(tuple, data.pop(k, ()))) for k in ("spec", "state_spec")}
     tuples = {k: tuple(data.pop(k)) for k in ("shape", "reasons", "units")}
-    return ParamDecision(spec=spec, **tuples, **data)
+    return ParamDecision(**specs, **tuples, **data)

@@ -9,7 +9,7 @@ from typing import Any
 from jaxtp import trees
 from jaxtp.mesh.axes import MeshShape
 from jaxtp.plan import Plan
-from jaxtp.rules import dataflow, fallback, given, names, resolve, strictness
+from jaxtp.rules import dataflow, fallback, fsdp, given, names, resolve, strictness
 from jaxtp.rules.dims import ModelDims
 
 
@@ -24,6 +24,7 @@ def make_plan(
     overrides: Mapping[str, Any] | None = None,
     axis_names: Mapping[str, str] | None = None,
     policy: str = "factor",
+    zero: int = 3,
     pad_vocab: bool = False,
     strict: bool = False,
     replicated_budget: float = 0.1,
@@ -43,6 +44,8 @@ def make_plan(
         overrides: Regular expression searched in the path -> PartitionSpec. Outranks everything.
         axis_names: What jaxtp calls an axis -> what the mesh calls it, e.g. `{"tp": "model"}`.
         policy: For units that do not divide: "factor", "replicate" or "error" (DESIGN D5).
+        zero: What an fsdp axis cuts: 0 the batch alone, 1 also optimizer state, 2 also gradients, 3
+            also parameters.
         pad_vocab: Pad a vocabulary that does not divide, instead of keeping its table whole.
         strict: Refuse a plan that wastes devices or memory, instead of noting it.
         replicated_budget: Under `strict`, the share of all bytes that whole matrices may take.
@@ -57,6 +60,7 @@ def make_plan(
         NoTensorAxis: TP013, if the mesh has no tensor axis.
         ConflictingDecisions, UnusedOverride, BadSpec: TP001, TP040, TP044, on overrides.
         SizeMismatch: TP003, if given sizes fit no kernel or a given spec does not divide.
+        BadConfig: TP020, for an unknown policy or ZeRO stage.
         HeadsNotDivisible: TP041, under the policy "error".
         NothingSharded, ReplicatedTooMuch, IdleDevices: TP042, TP043, TP011, under `strict`.
     """
@@ -72,8 +76,10 @@ def make_plan(
     ]
     claims = resolve.decide(leaves, votes)
     shape, decisions = fallback.fit(claims, shape, policy, pad_vocab=pad_vocab)
+    decisions = fsdp.spread(decisions, leaves, dims, shape, zero)
     notes = (
         *resolve.disagreements(claims),
         *strictness.review(decisions, shape, mesh, strict=strict, budget=replicated_budget),
     )
-    return Plan(mesh=shape, decisions=decisions, policy=policy, notes=notes)
+    stage = zero if shape.fsdp else 0
+    return Plan(mesh=shape, decisions=decisions, policy=policy, zero=stage, notes=notes)

@@ -107,8 +107,17 @@ def state_specs(state: PyTree, plan: Plan, *, state_overrides: Overrides | None 
 
 def slots(tree: PyTree, plan: Plan, overrides: Overrides | None = None) -> dict[str, Slot]:
     """The checked slot of every leaf of `tree`, by path; errors as in `state_specs`."""
-    params = {d.path: Slot(d.shape, d.stored_shape(plan.mesh), d.spec) for d in plan.decisions}
-    return follow(tree, params, plan.mesh, overrides)
+    return follow(
+        tree, plan_slots(plan), plan.mesh, overrides, moments=plan_slots(plan, state=True)
+    )
+
+
+def plan_slots(plan: Plan, *, state: bool = False) -> dict[str, Slot]:
+    """The slot of every parameter, by path; or that of what the optimizer keeps of it."""
+    return {
+        d.path: Slot(d.shape, d.stored_shape(plan.mesh), (state and d.state_spec) or d.spec)
+        for d in plan.decisions
+    }
 
 
 def array_slots(params: PyTree) -> tuple[dict[str, Slot], Mesh]:
@@ -141,10 +150,24 @@ def array_slots(params: PyTree) -> tuple[dict[str, Slot], Mesh]:
 
 
 def follow(
-    tree: PyTree, params: Mapping[str, Slot], mesh: MeshShape, overrides: Overrides | None = None
+    tree: PyTree,
+    params: Mapping[str, Slot],
+    mesh: MeshShape,
+    overrides: Overrides | None = None,
+    *,
+    moments: Mapping[str, Slot] | None = None,
 ) -> dict[str, Slot]:
-    """The checked slot of every leaf of `tree`, given the parameters'; errors of `state_specs`."""
+    """The checked slot of every leaf of `tree`; errors of `state_specs`.
+
+    Args:
+        tree: Any train state.
+        params: Slots of the parameters.
+        mesh: The mesh shape that specs are about.
+        overrides: As in `state_specs`.
+        moments: Slots of what follows each parameter; by default those of the parameters.
+    """
     params = _without_root(params)
+    moments = params if moments is None else _without_root(moments)
     rules = {re.compile(pattern): spec for pattern, spec in (overrides or {}).items()}
     unused = set(rules)
     problems = Problems()
@@ -159,7 +182,8 @@ def follow(
         unused.difference_update(matched)
         slot = _given(path, shape, {r.pattern: rules[r] for r in matched}, mesh)
         if slot is None and owner is not None:
-            slot = _derive(shape, params[owner])
+            source = params if _holds_parameters(root) else moments
+            slot = _derive(shape, source[owner])
             same = shape in (params[owner].shape, params[owner].stored)
             if shape and same and root is not None:
                 roots.add(root)
@@ -204,6 +228,14 @@ def check(path: str, slot: Slot, mesh: MeshShape) -> Iterator[JaxtpError]:
                 fix=f"{size} divides {join(legal_ways((size,)))} ways; "
                 f"or make the size {-(-size // ways) * ways}",
             )
+
+
+def _holds_parameters(root: str | None) -> bool:
+    """Whether what lies right below `root` are the parameters themselves.
+
+    They are a whole tree, a field of a `TrainState`, or the module in a tuple with its optimizer.
+    """
+    return root is not None and (root in PARAMETER_ROOTS or root.isdigit())
 
 
 def _without_root(params: Mapping[str, Slot]) -> Mapping[str, Slot]:

@@ -1,0 +1,95 @@
+"""ZeRO over the fsdp axis: which dim of each array it cuts, on top of tensor parallelism.
+
+Stage in: decisions that fit the tensor axis. Stage out: the same decisions with the fsdp axis in
+them: stage 1 cuts what the optimizer keeps, 2 also gradients, 3
+also parameters (Rajbhandari et al. 2020, "ZeRO", section 5).
+
+One rule serves all stages, since a moment, a gradient and its parameter have the same shape. The
+axis never cuts a dim that counts layers: a loop over layers would then fetch each layer from the
+one group that holds it, instead of a piece from everybody.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+from jaxtp.errors import BadConfig
+from jaxtp.mesh.axes import MeshShape
+from jaxtp.plan import ParamDecision
+from jaxtp.rules import blocks
+from jaxtp.rules.dims import ModelDims
+from jaxtp.trees import Param, Spec
+
+STAGES = (0, 1, 2, 3)
+
+SMALL_SHARE = 256
+"""An array with fewer than 1/256 of the elements of the largest one, per layer, stays whole: norm
+scales, biases, routers. Each would cost a collective of its own for next to no memory."""
+
+
+def spread(
+    decisions: Sequence[ParamDecision],
+    params: Mapping[str, Param],
+    dims: ModelDims,
+    mesh: MeshShape,
+    stage: int,
+) -> tuple[ParamDecision, ...]:
+    """The decisions with the fsdp axis where the stage wants it.
+
+    Args:
+        decisions: One per parameter, on the plan's mesh.
+        params: The parameters, from which names and shapes show the dims that count layers.
+        dims: Sizes the user gave.
+        mesh: The plan's mesh shape; without an fsdp axis nothing changes.
+        stage: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters.
+
+    Raises:
+        BadConfig: TP020, if there is no such stage.
+    """
+    if stage not in STAGES:
+        raise BadConfig(f"there is no ZeRO stage {stage}", where="zero", fix="0, 1, 2 or 3")
+    if not mesh.fsdp or stage == 0:
+        return tuple(decisions)
+    block = blocks.read(params, dims)
+    inside = [frozenset(block.leaves[d.path].core) for d in decisions]
+    sizes = [math.prod(d.shape[i] for i in core) for d, core in zip(decisions, inside, strict=True)]
+    least = max(sizes, default=0) / SMALL_SHARE
+    return tuple(
+        _spread(d, core if size >= least else None, mesh, stage)
+        for d, core, size in zip(decisions, inside, sizes, strict=True)
+    )
+
+
+def _spread(
+    decision: ParamDecision, core: frozenset[int] | None, mesh: MeshShape, stage: int
+) -> ParamDecision:
+    """One decision; `core` are the dims that do not count layers, None for a small array."""
+    if any(mesh.fsdp in axes for axes in decision.spec):
+        return decision  # the user or an annotation has put it there
+    dim = None if core is None else _best_dim(decision, core, mesh)
+    axis = f"{mesh.fsdp}={mesh[mesh.fsdp]}"
+    if dim is None:
+        return _explained(decision, f"{axis}: whole, {'small' if core is None else 'odd'}")
+    spec = tuple((*axes, mesh.fsdp) if d == dim else axes for d, axes in enumerate(decision.spec))
+    if stage == 3:
+        return _explained(decision, f"{axis} on dim {dim}", spec=spec)
+    held = "optimizer state" if stage == 1 else "optimizer state and gradient"
+    return _explained(decision, f"{axis} on dim {dim} of {held}", state_spec=spec)
+
+
+def _best_dim(decision: ParamDecision, core: frozenset[int], mesh: MeshShape) -> int | None:
+    """The dim for the fsdp axis: free of the tensor axis where possible, then the largest.
+
+    A dim that carries both is cut by fsdp inside the piece that tp leaves, so that gathering over
+    fsdp gives back what tensor parallelism needs.
+    """
+    stored = decision.stored_shape(mesh)
+    ways = mesh[mesh.fsdp]
+    legal = [d for d in core if stored[d] % (mesh.ways(decision.spec[d]) * ways) == 0]
+    return max(legal, key=lambda d: (not decision.spec[d], stored[d], -d), default=None)
+
+
+def _explained(decision: ParamDecision, why: str, **changes: Spec) -> ParamDecision:
+    """The decision with `why` added to its last reason, the one that tables show."""
+    *before, last = decision.reasons
+    return dataclasses.replace(decision, reasons=(*before, f"{last}; {why}"), **changes)

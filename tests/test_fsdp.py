@@ -1,0 +1,122 @@
+"""ZeRO over the fsdp axis: which dims it cuts, and where optimizer state then lies."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import jaxtp
+from jaxtp import models
+from jaxtp.errors import BadConfig
+
+MESH = {"fsdp": 2, "tp": 4}
+
+
+def shapes(**arrays):
+    return {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in arrays.items()}
+
+
+def plan_of(model, mesh=MESH, **options):
+    return jaxtp.make_plan(models.abstract(model), mesh, **options)
+
+
+def test_every_stage_cuts_the_same_dims_of_different_things():
+    kernel = "layers/mlp/up_proj/kernel"
+    specs = {}
+    for stage in (0, 1, 2, 3):
+        plan = plan_of("llama-tiny", zero=stage)
+        assert plan.zero == stage
+        specs[stage] = (plan[kernel].spec, plan[kernel].state_spec)
+        assert jaxtp.Plan.from_json(plan.to_json()) == plan
+    whole, cut = ((), (), ("tp",)), ((), ("fsdp",), ("tp",))
+    assert specs == {0: (whole, ()), 1: (whole, cut), 2: (whole, cut), 3: (cut, ())}
+
+    text = plan_of("llama-tiny", zero=1).explain(kernel)
+    assert "state    P(-, fsdp, tp)" in text
+    assert "fsdp=2 on dim 1 of optimizer state" in text
+    assert "fsdp=2 on dim 1" in str(plan_of("llama-tiny"))
+
+
+def test_without_the_axis_nothing_changes():
+    plan = plan_of("llama-tiny", {"dp": 2, "tp": 4}, zero=3)
+    assert plan.zero == 0
+    assert plan == plan_of("llama-tiny", {"dp": 2, "tp": 4}, zero=0)
+    with pytest.raises(BadConfig, match="no ZeRO stage 4"):
+        plan_of("llama-tiny", zero=4)
+
+
+@pytest.mark.parametrize("model", ["llama3-70b", "gpt3-175b"])
+def test_memory_is_the_formula_and_layers_are_never_cut(model):
+    plan = plan_of(model, {"fsdp": 8, "tp": 8}, pad_vocab=True)
+    for d in plan.decisions:
+        if d.path.startswith(("layers/", "h/")):
+            assert d.spec[0] == (), d.path
+    # What stays whole over fsdp adds next to nothing.
+    assert plan.bytes_per_device < 1.02 * plan.num_bytes / 64
+
+
+@pytest.mark.parametrize(
+    ("spec", "shape", "expected"),
+    [
+        (P(), (256, 512), P(None, "fsdp")),  # the largest dim
+        (P(None, "tp"), (256, 512), P("fsdp", "tp")),  # another dim than the tensor axis
+        (P(None, "tp"), (255, 512), P(None, ("tp", "fsdp"))),  # the same where no other divides
+        (P(None, "tp"), (255, 516), P(None, "tp")),  # 516 / 4 is odd
+        (P("fsdp"), (256, 512), P("fsdp")),  # given by the user
+    ],
+)
+def test_dim_is_free_then_large_then_shared(spec, shape, expected):
+    plan = jaxtp.make_plan(shapes(w=shape), MESH, overrides={"w": spec})
+    assert plan["w"].partition_spec == expected
+
+
+def test_small_leaves_stay_whole():
+    plan = jaxtp.make_plan(
+        shapes(kernel=(512, 512), bias=(512,), table=(1024, 2)),
+        MESH,
+        overrides={"kernel|bias|table": P()},
+    )
+    assert plan["kernel"].partition_spec == P("fsdp")
+    assert plan["bias"].partition_spec == P()
+    assert plan["bias"].reasons[-1].endswith("fsdp=2: whole, small")
+    assert plan["table"].partition_spec == P("fsdp")
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_optimizer_state_lies_where_the_stage_wants_it(stage):
+    mesh = jaxtp.make_mesh(fsdp=2, tp=4)
+    plan = plan_of("llama-tiny", mesh, zero=stage)
+    module, optimizer = jaxtp.init_sharded(
+        lambda: models.build("llama-tiny"), optax.adamw(1e-3), mesh, plan=plan
+    )
+    kernel = module.layers.mlp.up_proj.kernel[...]
+    moment = nnx.to_pure_dict(nnx.state(optimizer))["opt_state"][0]["mu"]
+    moment = moment["layers"]["mlp"]["up_proj"]["kernel"]
+    cut, whole = P(None, "fsdp", "tp"), P(None, None, "tp")
+    assert kernel.sharding.spec == (cut if stage == 3 else whole)
+    assert moment.sharding.spec == (cut if stage else whole)
+
+    # The same for a state that exists already, as a tuple and as a TrainState.
+    again = jaxtp.shard((module, optimizer), mesh, plan=plan)
+    for old, new in zip(
+        jax.tree.leaves(nnx.state((module, optimizer))),
+        jax.tree.leaves(nnx.state(again)),
+        strict=True,
+    ):
+        assert old.sharding.is_equivalent_to(new.sharding, old.ndim)
+    params = {"layers": {"mlp": {"up_proj": {"kernel": jnp.ones((4, 128, 384))}}}}
+    state = {"params": params, "opt_state": optax.adam(1e-3).init(params)}
+    specs = jaxtp.state_specs(state, narrow(plan))
+    assert specs["params"]["layers"]["mlp"]["up_proj"]["kernel"] == (cut if stage == 3 else whole)
+    assert specs["opt_state"][0].mu["layers"]["mlp"]["up_proj"]["kernel"] == (
+        cut if stage else whole
+    )
+
+
+def narrow(plan):
+    """The plan of one kernel alone."""
+    return jaxtp.Plan(
+        mesh=plan.mesh, decisions=(plan["layers/mlp/up_proj/kernel"],), zero=plan.zero
+    )
