@@ -203,12 +203,12 @@ def _head_vote(name: str, slot: Slot, found: Heads) -> Vote:
 
 def _norm_votes(node: str, norms: list[Leaf], slots: list[Slot], found: Heads) -> Iterator[Vote]:
     """A norm over all heads at once follows them; one as wide as a head is whole everywhere."""
-    widths = {s.size: s for s in slots if s.leaf.name.word in KV_WORDS and not s.leaf.name.bias}
-    widths |= {s.size: s for s in slots if s.leaf.name.word is Word.Q and not s.leaf.name.bias}
+    kernels = [s for s in slots if not s.leaf.name.bias and not s.head_dim]
     for norm in norms:
         kind = head_norm(norm.nodes[0])
-        slot = widths.get(math.prod(norm.sizes))
-        if not kind or slot is None or slot.head_dim:
+        words = KV_WORDS if kind.startswith("k") else {Word.Q}
+        widths = {s.size for s in kernels if s.leaf.name.word in words}
+        if not kind or math.prod(norm.sizes) not in widths:
             continue
         units = found.kv_units if kind.startswith("k") else found.query_units
         count = math.prod(units)
