@@ -7,7 +7,16 @@ The stages are the files: `walk` reads the jaxpr with the table in `handlers` (`
 chooses what is split; `report` words it; `analysis` is the whole story.
 """
 
-from jaxtp.rules.graph.analysis import Analysis, ClassInfo, DimClass, analyse
+from jaxtp.rules.graph.analysis import Analysis, ClassInfo, DimClass, analyse, analyse_jaxpr
 from jaxtp.rules.graph.facts import Finding, Opaque, Option
 
-__all__ = ["Analysis", "ClassInfo", "DimClass", "Finding", "Opaque", "Option", "analyse"]
+__all__ = [
+    "Analysis",
+    "ClassInfo",
+    "DimClass",
+    "Finding",
+    "Opaque",
+    "Option",
+    "analyse",
+    "analyse_jaxpr",
+]

@@ -5,10 +5,14 @@ Stage in: a function, a tree of parameters, example inputs; shapes are enough. S
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import functools
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
 
 from jaxtp import trees
 from jaxtp.rules.graph import control
@@ -168,36 +172,73 @@ def analyse(
         BadTree: TP046, if `params` is no tree of arrays.
     """
     plain, rebuild = trees.as_pytree(params)
-    closed = jax.make_jaxpr(lambda tree, *args: fn(rebuild(tree), *args))(plain, *inputs)
-    walk = Walk(HANDLERS, control.default, VIEWS, {**SIGNATURES, **(signatures or {})})
+    closed = _trace(lambda tree, *args: fn(rebuild(tree), *args), plain, *inputs)
     paths = [path for path, _ in trees.leaves(plain)]
-    values = [
-        walk.new(var.aval, Kind.PARAMETER, path=path)
-        for var, path in zip(closed.jaxpr.invars, paths, strict=False)
-    ]
-    held = {value.path: value.dims for value in values}
-    for var in closed.jaxpr.invars[len(paths) :]:
-        value = walk.new(var.aval, Kind.ACTIVATION)
-        if jax.numpy.issubdtype(var.aval.dtype, jax.numpy.integer):
-            value.index = Index(tokens=True)
-        values.append(value)
-    walk.run(closed, values)
-    return _conclude(
-        walk, {path: held[path] for path in paths if path in walk.used}, held, min_vocab
-    )
+    return analyse_jaxpr(closed, paths, min_vocab=min_vocab, signatures=signatures)
 
 
-def _conclude(
-    walk: Walk, reached: Mapping[str, Any], held: Mapping[str, Any], min_vocab: int
+def analyse_jaxpr(
+    closed: ClosedJaxpr,
+    paths: Sequence[str],
+    *,
+    min_vocab: int = MIN_VOCAB,
+    signatures: Mapping[str, str] | None = None,
 ) -> Analysis:
+    """The same for a function that is already traced.
+
+    Args:
+        closed: The jaxpr; its first inputs are the parameters, in the order of `paths`.
+        paths: Labels of the parameters.
+        min_vocab: See `analyse`.
+        signatures: See `analyse`.
+    """
+    walk = Walk(HANDLERS, control.default, VIEWS, {**SIGNATURES, **(signatures or {})})
+    values: list[Value] = []
+    for path, var in itertools.zip_longest(paths, closed.jaxpr.invars):
+        is_index = path is None and jnp.issubdtype(var.aval.dtype, jnp.integer)
+        values.append(
+            walk.new(
+                var.aval,
+                Kind.ACTIVATION if path is None else Kind.PARAMETER,
+                path=path or "",
+                index=Index(tokens=True) if is_index else None,
+            )
+        )
+    walk.run(closed, values)
+    held = {path: value.dims for path, value in zip(paths, values, strict=False)}
+    reached = {path: dims for path, dims in held.items() if path in walk.used}
     evidence = Evidence(reached, walk.facts, min_vocab)
     regions = Regions(evidence)
-    reporter = Reporter(evidence, regions, walk.facts, walk.opaque)
+    reporter = Reporter(evidence, regions, walk.facts)
     return Analysis(
         findings={path: reporter.finding(path) for path in reached},
         unreached=tuple(path for path in held if path not in reached),
-        opaque=tuple(walk.opaque),
+        opaque=tuple(fact for fact in walk.facts if isinstance(fact, Opaque)),
         groups={region.name: tuple(region.options) for region in regions.chosen},
         scope=walk.entered[0],
         _regions=regions,
     )
+
+
+def _trace(fn: Callable[..., Any], *args: Any) -> ClosedJaxpr:
+    """The jaxpr of a call; attention asked of cuDNN is traced as plain XLA where there is no cuDNN.
+
+    JAX looks for cuDNN while tracing, so that a GPU model could not be planned on a laptop. The
+    dims are the same.
+    """
+    try:
+        return jax.make_jaxpr(fn)(*args)
+    except RuntimeError as error:
+        if "cuDNN" not in str(error):
+            raise
+    cudnn = jax.nn.dot_product_attention
+
+    @functools.wraps(cudnn)
+    def portable(*operands: Any, implementation: str | None = None, **options: Any) -> jax.Array:
+        return cudnn(*operands, **options)
+
+    jax.nn.dot_product_attention = portable
+    try:
+        return jax.make_jaxpr(fn)(*args)
+    finally:
+        jax.nn.dot_product_attention = cudnn

@@ -16,8 +16,8 @@ from jaxtp.rules.graph.walk import Kind, Result, Value, Walk, shape_of
 # One result of an operand's shape, and yet not elementwise.
 MIXING = frozenset(
     [
-        *("all_to_all", "cholesky", "custom_linear_solve", "householder_product", "schur"),
-        *("triangular_solve", "tridiagonal", "tridiagonal_solve"),
+        *("all_to_all", "cholesky", "custom_linear_solve", "householder_product", "ormqr", "schur"),
+        *("symmetric_product", "triangular_solve", "tridiagonal", "tridiagonal_solve"),
         *("ffi_call", "pallas_call", "pure_callback", "io_callback", "debug_callback"),
     ]
 )
@@ -146,7 +146,7 @@ def default(walk: Walk, equation: Any, inputs: Sequence[Value]) -> list[Result]:
         reason = f"its operands do not fit the declared signature {signature}"
         return results or [*walk.give_up(equation, inputs, reason, label)]
     if name in MIXING:
-        return [*walk.give_up(equation, inputs, "it is opaque", label)]
+        return [*walk.give_up(equation, inputs, "nothing is known about it", label)]
     body = inner_jaxpr(equation)
     if body is not None:
         return [*walk.run(body, inputs)]

@@ -13,7 +13,16 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
 from jaxtp.rules.graph.classes import Atom, Dim, Dims, dim_size, resolve, with_pieces
-from jaxtp.rules.graph.facts import Choice, Contraction, Fact, Lookup, Product, Residual, Whole
+from jaxtp.rules.graph.facts import (
+    Choice,
+    Contraction,
+    Fact,
+    Lookup,
+    Opaque,
+    Product,
+    Residual,
+    Whole,
+)
 
 INNER, EXPERT, VOCAB, SMALL = "inner", "expert", "vocab", "small"
 """Kinds of class: between column and row kernels; experts; a vocabulary; one too small to split."""
@@ -38,6 +47,7 @@ class Known:
         whole: Why it must not be split.
         needed: Operations that need all of it for each position: harmless for a vocabulary or
             experts, where they work on a few numbers per token.
+        lost: Where it goes into a primitive that gives no information.
     """
 
     produced: list[Contraction] = dataclasses.field(default_factory=list[Contraction])
@@ -48,6 +58,7 @@ class Known:
     tables: list[Lookup] = dataclasses.field(default_factory=list[Lookup])
     whole: list[str] = dataclasses.field(default_factory=list[str])
     needed: list[str] = dataclasses.field(default_factory=list[str])
+    lost: list[str] = dataclasses.field(default_factory=list[str])
 
 
 _NOTHING = Known()
@@ -128,8 +139,8 @@ class Evidence:
             return VOCAB if major and rows >= self._min_vocab else SMALL
         if known.produced and not known.contracted:
             pieces = [self.of(piece) for piece in with_pieces((atom,))]
-            if any(piece.contracted or piece.whole for piece in pieces):
-                return ""  # several projections in one: each piece is judged by itself
+            if any(piece.contracted or piece.whole or piece.lost for piece in pieces):
+                return ""  # no output: several projections in one, or used where nobody can see
             return VOCAB if atom.size >= self._min_vocab else SMALL
         if not known.produced or known.needed:
             return ""
@@ -183,6 +194,9 @@ class Evidence:
             case Choice():
                 for atom in classes_in((fact.dim,)):
                     self._note(atom).chosen |= not fact.tokens
+            case Opaque():
+                for atom in classes_in(fact.dims):
+                    self._note(atom).lost.append(f"goes into `{fact.primitive}`: {fact.reason}")
             case Residual():
                 own = {atom for dim in fact.dims for atom in resolve(dim)}
                 self.streams |= own

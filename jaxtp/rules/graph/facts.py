@@ -143,15 +143,17 @@ class Opaque:
         reason: Why nothing could be read from it.
         paths: Parameters that it consumed directly.
         where: "file:line (function)" of the user's code, "" if unknown.
+        dims: The dims of its operands.
     """
 
     primitive: str
     reason: str
     paths: tuple[str, ...]
     where: str
+    dims: Dims = dataclasses.field(repr=False)
 
 
-Fact = Contraction | Product | Lookup | Residual | Offset | Whole | Choice
+Fact = Contraction | Product | Lookup | Residual | Offset | Whole | Choice | Opaque
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -30,7 +30,8 @@ HANDLERS = _table(
         "rev": shapes.reverse,
         "dynamic_slice": shapes.dynamic_slice,
         "dynamic_update_slice": shapes.dynamic_update_slice,
-        "copy convert_element_type reduce_precision optimization_barrier": shapes.identity,
+        "copy convert_element_type reduce_precision device_put": shapes.identity,
+        "optimization_barrier": shapes.identity,
         "psum psum_invariant pmax pmin ppermute pbroadcast pvary": shapes.identity,
         "reduce reduce_sum reduce_max reduce_min reduce_prod": shapes.reduce,
         "reduce_and reduce_or reduce_xor": shapes.reduce,
@@ -67,7 +68,7 @@ VIEWS = frozenset(
 
 SIGNATURES: Mapping[str, str] = {
     # jax.nn.dot_product_attention(implementation="cudnn"), (batch, time, heads, width).
-    "dot_product_attention_fwd_wrapper": "bthd,bskd,bskv->bthv",
+    "dot_product_attention_fwd_wrapper": "bthd,bskd,bskv,bhts->bthv",
     # jax.experimental.pallas.ops.gpu.attention.mha
     "mha_forward": "bthd,bshd,bshv->bthv",
 }

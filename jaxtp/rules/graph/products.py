@@ -194,20 +194,25 @@ def attention(
 ) -> list[Result] | None:
     """A kernel call whose signature is declared; None if the operands do not fit it.
 
-    The signature names the dims of query, key, value and result, e.g. "bthd,bskd,bskv->bthv". Equal
-    letters are one dim; `k` (kv heads) divides `h` (query heads) and is the major factor of it.
+    The signature names the dims of query, key, value, further operands and result, e.g.
+    "bthd,bskd,bskv,bhts->bthv". Equal letters are one dim; `k` (kv heads) divides `h` (query heads)
+    and is its major factor. Further operands (a score bias) count if they fit up to sizes of 1.
     """
     terms, _, result = signature.partition("->")
     letters: dict[str, Any] = {}
     sizes: dict[str, int] = {}
     names = terms.split(",")
-    for name, value in zip(names, inputs, strict=False):
-        if len(name) != len(value.shape):
+    for place, (name, value) in enumerate(zip(names, inputs, strict=False)):
+        known = [sizes.get(letter, size) for letter, size in zip(name, value.shape, strict=False)]
+        fits = len(name) == len(value.shape) and all(
+            size == own or (place > 2 and own == 1)
+            for size, own in zip(known, value.shape, strict=True)
+        )
+        if not fits and place < 3:
             return None
-        for letter, dim, size in zip(name, value.dims, value.shape, strict=True):
-            if sizes.setdefault(letter, size) != size:
-                return None
-            walk.classes.unify(letters.setdefault(letter, dim), dim)
+        for letter, dim, size in zip(name, value.dims, known, strict=False) if fits else ():
+            sizes[letter] = size
+            letters[letter] = walk.classes.meet(letters.get(letter, ()), dim)
     shape = shape_of(equation.outvars[0].aval)
     if tuple(sizes[c] for c in result) != shape or sizes["h"] % sizes.get("k", 1):
         return None

@@ -9,7 +9,7 @@ from typing import Any
 from jaxtp.errors import join
 from jaxtp.rules.graph.classes import Atom, Dim, dim_size, resolve
 from jaxtp.rules.graph.evidence import EXPERT, SMALL, VOCAB, Evidence, classes_in
-from jaxtp.rules.graph.facts import Contraction, Fact, Finding, Lookup, Offset, Opaque, Option
+from jaxtp.rules.graph.facts import Contraction, Fact, Finding, Lookup, Offset, Option
 from jaxtp.rules.graph.regions import Region, Regions
 from jaxtp.rules.graph.walk import where
 
@@ -17,13 +17,10 @@ from jaxtp.rules.graph.walk import where
 class Reporter:
     """Writes findings; keeps source lines, which many parameters share."""
 
-    def __init__(
-        self, evidence: Evidence, regions: Regions, facts: Sequence[Fact], opaque: Sequence[Opaque]
-    ) -> None:
+    def __init__(self, evidence: Evidence, regions: Regions, facts: Sequence[Fact]) -> None:
         self._evidence = evidence
         self._regions = regions
         self._offsets = {fact.path: fact for fact in facts if isinstance(fact, Offset)}
-        self._opaque = {path: entry for entry in opaque for path in entry.paths}
         self._lines: dict[int, str] = {}
 
     def finding(self, path: str) -> Finding:
@@ -145,9 +142,6 @@ class Reporter:
         for role, holds, reason in rules:
             if holds():
                 return role, (reason.format(offset.product.path if offset else ""), *why)
-        if path in self._opaque:
-            entry = self._opaque[path]
-            why.insert(0, f"`{entry.primitive}` gives no information: {entry.reason}")
         return "replicated", tuple(why) or ("a single number",)
 
     def _sums_region(self, product: Contraction) -> bool:
@@ -180,6 +174,8 @@ class Reporter:
             return "lies on the residual stream"
         if known.whole or known.needed:
             return "cannot be split: " + (known.whole + known.needed)[0]
+        if known.lost and not known.contracted:
+            return known.lost[0]
         if evidence.kind(atom) == SMALL:
             return (
                 f"is an output or a table of {atom.size} entries, too few to be worth an exchange"

@@ -1,7 +1,7 @@
 """The walker: reads a jaxpr once, front to back, and collects facts about dims.
 
-Stage in: a closed jaxpr and one value per input. Stage out: facts, the opaque primitives, and a
-`Scope` tree with the dims of every value.
+Stage in: a closed jaxpr and one value per input. Stage out: facts, and a `Scope` tree with the dims
+of every value.
 
 Every sub-jaxpr is read where it is called (inlined), so that a `jit`, a `remat` or a `custom_vjp`
 changes nothing. What a primitive does to dims is in the table of `handlers`; a primitive that is
@@ -128,7 +128,6 @@ class Walk:
     Attributes:
         classes: The dimension classes.
         facts: Facts in program order.
-        opaque: Primitives that gave no information.
         used: Paths of parameters that some equation consumed.
         entered: Scopes of the jaxprs that the current equation has entered so far; at the end, the
             root.
@@ -144,7 +143,6 @@ class Walk:
     ) -> None:
         self.classes = Classes()
         self.facts: list[Fact] = []
-        self.opaque: list[Opaque] = []
         self.used: set[str] = set()
         self.entered: list[Scope] = []
         self.signatures = signatures
@@ -236,7 +234,9 @@ class Walk:
     ) -> list[Dims]:
         """Fresh dims for an equation that cannot be read, and a record of it."""
         paths = tuple(v.path for v in inputs if v.path)
-        self.opaque.append(Opaque(name or equation.primitive.name, reason, paths, where(equation)))
+        dims = tuple(dim for value in inputs for dim in value.dims)
+        name = name or equation.primitive.name
+        self.facts.append(Opaque(name, reason, paths, where(equation), dims))
         return [self.classes.fresh_dims(shape_of(var.aval)) for var in equation.outvars]
 
     def _read(self, var: Any, values: Mapping[Var, Value]) -> Value:
