@@ -99,7 +99,7 @@ def votes(block: Block) -> Iterator[Vote]:
                 routers[node] |= set(leaf.sizes)
                 scores[node] |= set(leaf.sizes if word is Word.ROUTER else ())
     nodes = dict.fromkeys(n for leaf in block.leaves.values() for n in leaf.nodes)
-    for node in sorted(nodes, key=lambda n: n.count("/") + bool(n), reverse=True):
+    for node in sorted(nodes, key=lambda n: (-n.count("/") - bool(n), n)):
         leaves = pending.pop(node, [])
         for inner, members in _pairs(block, leaves):
             used = {m.leaf.param.path for m in members}
