@@ -500,3 +500,201 @@ def linear_attention(s: Sizes) -> Case:
         return x + merge(jnp.einsum("bthd,bhde->bthe", jax.nn.relu(q), state)) @ p["o"]
 
     return Case(fn, qkvo_params(s), (stream(s),), qkvo_expected(s, ""))
+
+
+@model
+def language_loss(s: Sizes) -> Case:
+    """A loss: log-softmax over the vocabulary, the label's entry picked; written for one sequence and vmapped."""
+
+    def one(p, ids):
+        x = p["embed"][ids]
+        x = x + swiglu(p["mlp"], x)
+        logits = jax.nn.log_softmax(x @ p["head"], -1)
+        return -jnp.take_along_axis(logits, jnp.roll(ids, -1)[:, None], -1).mean()
+
+    def fn(p, ids):
+        return jax.vmap(one, (None, 0))(p, ids).mean()
+
+    params = {
+        "embed": f32(s.vocab, s.width),
+        "mlp": swiglu_params(s),
+        "head": f32(s.width, s.vocab),
+    }
+    expected = {"embed": (0, (s.vocab,)), "head": (1, (s.vocab,))} | swiglu_expected(s, "mlp/")
+    return Case(fn, params, (tokens(s),), expected)
+
+
+@model
+def windows(s: Sizes) -> Case:
+    """Swin: shifted windows, a bias table by relative position, patch merging to twice the width."""
+    side, window = 8, 4
+
+    def attention(p, x):
+        b = x.shape[0]
+        x = jnp.roll(x, (-2, -2), (1, 2)).reshape(b, 2, window, 2, window, s.width)
+        x = x.transpose(0, 1, 3, 2, 4, 5).reshape(b * 4, window * window, s.width)
+        q, k, v = (heads(x @ p[n], s.heads) for n in "qkv")
+        at = jnp.stack(jnp.meshgrid(jnp.arange(window), jnp.arange(window), indexing="ij"), -1).reshape(-1, 2)
+        apart = at[:, None] - at[None] + window - 1
+        bias = p["table"][apart[..., 0] * (2 * window - 1) + apart[..., 1]]
+        x = merge(attend(q, k, v, bias.transpose(2, 0, 1)[None])) @ p["o"]
+        x = x.reshape(b, 2, 2, window, window, s.width).transpose(0, 1, 3, 2, 4, 5)
+        return jnp.roll(x.reshape(b, side, side, s.width), (2, 2), (1, 2))
+
+    def fn(p, image):
+        x = image @ p["patch"]
+        x = x + attention(p["attn"], layer_norm(x, p["norm"]))
+        x = x + swiglu(p["mlp"], x)
+        x = jnp.concatenate([x[:, i::2, j::2] for i in (0, 1) for j in (0, 1)], -1) @ p["merge"]
+        return x + jax.nn.gelu(x @ p["up"]) @ p["down"]
+
+    params = {
+        "patch": f32(5, s.width),
+        "norm": {"scale": f32(s.width), "bias": f32(s.width)},
+        "attn": qkvo_params(s) | {"table": f32((2 * window - 1) ** 2, s.heads)},
+        "mlp": swiglu_params(s),
+        "merge": f32(4 * s.width, 2 * s.width),
+        "up": f32(2 * s.width, s.ffn),
+        "down": f32(s.ffn, 2 * s.width),
+    }
+    expected = qkvo_expected(s, "attn/") | swiglu_expected(s, "mlp/")
+    expected |= {"attn/table": (1, (s.heads,)), "up": (1, (s.ffn,)), "down": (0, (s.ffn,))}
+    return Case(fn, params, (f32(s.batch, side, side, 5),), expected)
+
+
+@model
+def gated_recurrence(s: Sizes) -> Case:
+    """Griffin: a linear recurrence with block-diagonal gates; the blocks are the units."""
+    blocks, block = s.heads, s.head
+
+    def fn(p, x):
+        u = x @ p["x"]
+        u = jax.lax.conv_general_dilated(
+            u, p["conv"], (1,), [(3, 0)], dimension_numbers=("NWC", "WIO", "NWC"),
+            feature_group_count=s.inner,
+        )
+        gate = jax.nn.sigmoid(jnp.einsum("btne,nef->btnf", heads(u, blocks), p["gate"]) + p["gate_bias"])
+        decay = jnp.exp(-jax.nn.softplus(p["decay"]) * merge(gate))
+
+        def step(h, now):
+            a, u = now
+            h = a * h + jnp.sqrt(1 - a * a) * u
+            return h, h
+
+        rows = jax.tree.map(lambda y: jnp.swapaxes(y, 0, 1), (decay, u))
+        _, y = jax.lax.scan(step, jnp.zeros((x.shape[0], s.inner)), rows)
+        return x + (jnp.swapaxes(y, 0, 1) * jax.nn.gelu(x @ p["y"])) @ p["out"]
+
+    params = {
+        "x": f32(s.width, s.inner),
+        "y": f32(s.width, s.inner),
+        "conv": f32(4, 1, s.inner),
+        "gate": f32(blocks, block, block),
+        "gate_bias": f32(blocks, block),
+        "decay": f32(s.inner),
+        "out": f32(s.inner, s.width),
+    }
+    unit = (blocks,)
+    expected = {"x": (1, unit), "y": (1, unit), "conv": (2, unit), "gate": (0, unit), "out": (0, unit)}
+    return Case(fn, params, (stream(s),), expected | {"gate_bias": (0, unit), "decay": (0, unit)})
+
+
+@model
+def time_mixing(s: Sizes) -> Case:
+    """RWKV: token shift by padding, a WKV recurrence per channel, square kernels."""
+
+    def fn(p, x):
+        shifted = jnp.pad(x, ((0, 0), (1, 0), (0, 0)))[:, :-1]
+        mixed = x * p["mix"] + shifted * (1 - p["mix"])
+        r, k, v = (mixed @ p[n] for n in "rkv")
+
+        def step(state, now):
+            k, v = now
+            top, bottom = state
+            out = (top + jnp.exp(p["first"] + k) * v) / (bottom + jnp.exp(p["first"] + k))
+            decay = jnp.exp(-jnp.exp(p["decay"]))
+            return (decay * top + jnp.exp(k) * v, decay * bottom + jnp.exp(k)), out
+
+        zero = jnp.zeros((x.shape[0], s.width))
+        rows = jax.tree.map(lambda y: jnp.swapaxes(y, 0, 1), (k, v))
+        _, out = jax.lax.scan(step, (zero, zero), rows)
+        return x + (jax.nn.sigmoid(r) * jnp.swapaxes(out, 0, 1)) @ p["o"]
+
+    params = {n: f32(s.width, s.width) for n in "rkvo"}
+    params |= {n: f32(s.width) for n in ("mix", "first", "decay")}
+    unit = (s.width,)
+    expected = {"r": (1, unit), "k": (1, unit), "v": (1, unit), "o": (0, unit)}
+    return Case(fn, params, (stream(s),), expected | {"first": (0, unit), "decay": (0, unit)})
+
+
+@model
+def shared_layers(s: Sizes) -> Case:
+    """ALBERT: one set of parameters for all layers; YOCO: keys and values made once and read by all."""
+
+    def fn(p, x):
+        for _ in range(s.layers):
+            x = x + self_attention(p["attn"], x, s)
+            x = x + swiglu(p["mlp"], x)
+        k, v = heads(x @ p["k"], s.heads), heads(x @ p["v"], s.heads)
+        for layer in p["readers"]:
+            x = x + merge(attend(heads(x @ layer["q"], s.heads), k, v)) @ layer["o"]
+        return x
+
+    reader = {"q": f32(s.width, s.inner), "o": f32(s.inner, s.width)}
+    params = {
+        "attn": qkvo_params(s),
+        "mlp": swiglu_params(s),
+        "k": f32(s.width, s.inner),
+        "v": f32(s.width, s.inner),
+        "readers": [reader, reader],
+    }
+    unit = (s.heads,)
+    expected = qkvo_expected(s, "attn/") | swiglu_expected(s, "mlp/") | {"k": (1, unit), "v": (1, unit)}
+    for i in range(2):
+        expected |= {f"readers/{i}/q": (1, unit), f"readers/{i}/o": (0, unit)}
+    return Case(fn, params, (stream(s),), expected)
+
+
+@model
+def side_table(s: Sizes) -> Case:
+    """Gemma 3n: a second token table per layer, on a narrow side path that joins the stream."""
+    narrow = 6
+
+    def fn(p, ids):
+        x = p["embed"][ids]
+        side = p["side"][ids].reshape(*ids.shape, 2, narrow)
+        for i in range(2):
+            gate = jax.nn.gelu(x @ p["gate"][i]) * side[:, :, i]
+            x = x + swiglu(p["mlp"], x) + gate @ p["project"][i]
+        return x @ p["embed"].T
+
+    params = {
+        "embed": f32(s.vocab, s.width),
+        "side": f32(s.vocab, 2 * narrow),
+        "gate": [f32(s.width, narrow)] * 2,
+        "project": [f32(narrow, s.width)] * 2,
+        "mlp": swiglu_params(s),
+    }
+    # The side path's width is a stream of its own: it comes from a token table.
+    expected = {"embed": (0, (s.vocab,)), "side": (0, (s.vocab,))} | swiglu_expected(s, "mlp/")
+    return Case(fn, params, (tokens(s),), expected)
+
+
+@model
+def manual_mesh(s: Sizes) -> Case:
+    """A model that shards its batch by hand with `shard_map`: the parameters inside are read all the same."""
+
+    def fn(p, x):
+        mesh = jax.sharding.Mesh(jax.devices()[:2], ("data",))
+        spec = jax.sharding.PartitionSpec("data")
+
+        def body(p, x):
+            x = x + self_attention(p["attn"], x, s)
+            return x + swiglu(p["mlp"], x) + 0 * jax.lax.psum(x.sum(), "data")
+
+        whole = jax.sharding.PartitionSpec()
+        return jax.shard_map(body, mesh=mesh, in_specs=(whole, spec), out_specs=spec)(p, x)
+
+    s = dataclasses.replace(s, batch=max(s.batch, 2))
+    params = {"attn": qkvo_params(s), "mlp": swiglu_params(s)}
+    return Case(fn, params, (stream(s),), qkvo_expected(s, "attn/") | swiglu_expected(s, "mlp/"))

@@ -65,6 +65,7 @@ def _sum(walk: Walk, equation: Any, result: Value, sides: Sequence[Value]) -> No
     if bias.kind is Kind.PARAMETER and bias.path and other.product:
         walk.facts.append(Offset(bias.path, other.product, equation))
     if len(result.parents) == 2:
+        result.product = sides[0].product or sides[1].product
         for near, far in (result.parents, result.parents[::-1]):
             inside = _branch(far, _origins(near, result.shape))
             if inside is not None:
