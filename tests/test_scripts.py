@@ -175,18 +175,19 @@ def test_constraints_are_plain_pins():
         assert all(line.count("==") == 1 and "/" not in line for line in pins)
 
 
-def quickstart(folder, *arguments):
+def quickstart(folder, *arguments, **variables):
     tiny = ["--steps", "4", "--batch-size", "4", "--seq-len", "16", "--eval-windows", "8"]
     command = [sys.executable, "scripts/quickstart.py", "--folder", str(folder), *tiny, *arguments]
     # As a stranger's shell: what the harness set for itself is not passed on.
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("JAX", "XLA", "TF_"))}
+    environment |= variables
     return subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )
 
 
 def test_quickstart_trains_reports_and_saves(tmp_path):
-    run = quickstart(tmp_path)
+    run = quickstart(tmp_path, JAXTP_REPORT_COMMUNICATION="1")
     assert run.returncode == 0, run.stderr
     (folder,) = tmp_path.iterdir()
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -197,6 +198,8 @@ def test_quickstart_trains_reports_and_saves(tmp_path):
     for text in (
         "plan for dp=2 x tp=4",
         "layers/self_attn/q_proj/kernel",
+        "what one step moves",
+        "this step runs on cpu, which moves other bytes",
         "step     4 of 4",
         "pairs of bytes",
         "class Reader",

@@ -38,7 +38,7 @@ def main(folder: Path) -> None:
         stage = "compile"
         begin = time.monotonic()
         compiled = lowered.compile(job["options"])
-        result = {"seconds": time.monotonic() - begin, "memory": _memory(compiled)}
+        result = {"seconds": time.monotonic() - begin, "memory": device_memory(compiled)}
         (folder / "program.txt").write_text(compiled.as_text())
     except Exception as error:
         result = {"stage": stage, "error": f"{type(error).__name__}: {error}"}
@@ -91,7 +91,7 @@ def _exported_step(
     return jax.jit(step, donate_argnums=donated, out_shardings=tuple(out)), structs
 
 
-def _memory(compiled: Any) -> dict[str, int]:
+def device_memory(compiled: Any) -> dict[str, int]:
     """Bytes on one device. XLA's own peak leaves out gaps in the block of temporaries."""
     stats = compiled.memory_analysis()
     return {
