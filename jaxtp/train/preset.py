@@ -4,6 +4,7 @@ Stage in: a mesh of any devices and plain settings. Stage out: a jitted step and
 structs that carry shardings; no array exists.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -71,6 +72,13 @@ class StepOptions:
     donate: bool = True
     """Let the new state use the memory of the old one."""
 
+    pad_vocab: bool = False
+    """Pad a vocabulary that tp does not divide, as Megatron-LM does."""
+
+    wide_gradients: bool = False
+    """Sum the replicas' gradients in float32, all at the end, instead of layer by layer in the type
+    of the activations."""
+
 
 def preset_plan(mesh: Any, options: StepOptions) -> tuple[Any, Plan]:
     """The abstract model of the options and its plan on `mesh`.
@@ -88,7 +96,7 @@ def preset_plan(mesh: Any, options: StepOptions) -> tuple[Any, Plan]:
         attention_implementation=options.attention,
     )
     model = abstract(config)
-    plan = make_plan(model, mesh, config=config)
+    plan = make_plan(model, mesh, config=config, pad_vocab=options.pad_vocab)
     return model, dataclasses.replace(plan, sequence_parallel=options.sequence_parallel)
 
 
@@ -96,6 +104,7 @@ def preflight_preset(
     options: StepOptions,
     target: str,
     *,
+    entry: str = "jaxtp.train.preset:preset_step",
     compiler_options: CompileOptions | None = None,
     time_limit: float = 900.0,
     on_progress: Callable[[float], None] = lambda _: None,
@@ -105,6 +114,8 @@ def preflight_preset(
     Args:
         options: What to compile.
         target: `KIND:HOSTSxGPUS` or `KIND:SLICESxHOSTSxGPUS`.
+        entry: What makes the step from the options, `module:function`; another one than
+            `preset_step` compiles the same model by another plan, against the same floor.
         compiler_options: From `compile_options`.
         time_limit: Seconds that the compiler may take.
         on_progress: Called a few times a second with the seconds so far.
@@ -138,7 +149,7 @@ def preflight_preset(
         d.role is Role.VOCAB and d.dim_on(plan.mesh.tp) is not None for d in plan.decisions
     )
     report = preflight(
-        "jaxtp.train.preset:preset_step",
+        entry,
         target=target,
         mesh=dict(plan.mesh.sizes),
         keywords=dataclasses.asdict(options),
@@ -173,6 +184,22 @@ def preset_step(mesh: Mesh, **settings: Any) -> tuple[Any, tuple[Any, ...]]:
     # The plan's axes are factors of the one tensor axis that planning starts from.
     mesh = Mesh(mesh.devices.reshape(-1, options.tp), ("dp", "tp"))
     model, plan = preset_plan(mesh, options)
+    return planned_step(model, plan, mesh, options)
+
+
+def planned_step(
+    model: Any, plan: Plan, mesh: Mesh, options: StepOptions, *, constrain: bool = True
+) -> tuple[Any, tuple[Any, ...]]:
+    """The same as `preset_step`, for a plan from anywhere.
+
+    Args:
+        model: The abstract model.
+        plan: Where its parameters lie.
+        mesh: The devices.
+        options: What to compile.
+        constrain: Whether the plan's activation constraints hold; without them the partitioner
+            places activations by itself.
+    """
     own_mesh = plan_mesh(mesh, plan.mesh)
     graph, params = nnx.split(model)
     tx = {"adamw": optax.adamw, "sgd": optax.sgd}.get(options.optimizer, optax.sgd)(1e-4)
@@ -181,12 +208,36 @@ def preset_step(mesh: Mesh, **settings: Any) -> tuple[Any, tuple[Any, ...]]:
     batch = NamedSharding(own_mesh, PartitionSpec(plan.mesh.batch or None))
     tokens = jax.ShapeDtypeStruct((options.batch, options.seq + 1), jnp.int32, sharding=batch)
 
-    def loss_fn(params: Any, tokens: jax.Array) -> jax.Array:
-        with use_plan(plan, own_mesh):
+    def gradients(plan: Plan, params: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
+        def loss_fn(params: Any) -> jax.Array:
             return cross_entropy(nnx.merge(graph, params)(tokens[:, :-1]), tokens[:, 1:])
 
+        with use_plan(plan, own_mesh) if constrain else contextlib.nullcontext():
+            return jax.value_and_grad(loss_fn)(params)
+
+    def wide_gradients(params: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
+        # Inside, the batch is already cut: only tensor parallelism is left to the partitioner.
+        inner = dataclasses.replace(plan, mesh=dataclasses.replace(plan.mesh, dp="", fsdp=""))
+
+        def local(params: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
+            loss, grads = gradients(inner, params, tokens)
+            wide = jax.tree.map(lambda grad: grad.astype(jnp.float32), grads)
+            return jax.lax.pmean((loss, wide), plan.mesh.batch)
+
+        return jax.shard_map(
+            local,
+            mesh=own_mesh,
+            in_specs=(PartitionSpec(), batch.spec),
+            out_specs=PartitionSpec(),
+            axis_names=set(plan.mesh.batch),
+            check_vma=False,
+        )(params, tokens)
+
     def step(params: Any, opt_state: Any, tokens: jax.Array) -> tuple[Any, Any, jax.Array]:
-        loss, grads = jax.value_and_grad(loss_fn)(params, tokens)
+        if options.wide_gradients and plan.mesh.batch:
+            loss, grads = wide_gradients(params, tokens)
+        else:
+            loss, grads = gradients(plan, params, tokens)
         if options.optimizer == "none":
             return grads, opt_state, loss
         updates, opt_state = tx.update(grads, opt_state, params)
