@@ -16,8 +16,8 @@ from jax.extend.core import ClosedJaxpr
 
 from jaxtp import trees
 from jaxtp.rules.graph import control
-from jaxtp.rules.graph.classes import Atom, Dim, resolve
-from jaxtp.rules.graph.evidence import Evidence, classes_in
+from jaxtp.rules.graph.classes import Atom, Dim, classes_in, resolve
+from jaxtp.rules.graph.evidence import Evidence
 from jaxtp.rules.graph.facts import Finding, Opaque
 from jaxtp.rules.graph.handlers import HANDLERS, SIGNATURES, VIEWS
 from jaxtp.rules.graph.regions import Regions

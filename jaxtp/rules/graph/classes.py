@@ -11,7 +11,7 @@ piece of an atom (a fused q|k|v) and equal cuts share a piece.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 
 class Atom:
@@ -69,16 +69,27 @@ def dim_size(dim: Dim) -> int:
     return math.prod(atom.size for atom in dim)
 
 
-def with_pieces(dim: Dim) -> Iterator[Atom]:
-    """The resolved atoms of a dim and, below each, the atoms of its cut pieces.
+def classes_in(dims: Iterable[Dim]) -> list[Atom]:
+    """The classes in some dims and, below each, in the pieces it is cut into; each once.
 
     What happens to a fused dim happens to its pieces: a kernel that produces q|k|v produces q, k
     and v.
     """
-    for atom in resolve(dim):
-        yield atom
-        for piece in atom.cuts.values():
-            yield from with_pieces(piece)
+    found: dict[Atom, None] = {}
+    for dim in dims:
+        for atom in resolve(dim):
+            if atom not in found:
+                found[atom] = None
+                _add_pieces(atom, found)
+    return list(found)
+
+
+def _add_pieces(atom: Atom, found: dict[Atom, None]) -> None:
+    for piece in atom.cuts.values():
+        for part in resolve(piece):
+            if part not in found:
+                found[part] = None
+                _add_pieces(part, found)
 
 
 class Classes:

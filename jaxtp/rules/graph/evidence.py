@@ -12,7 +12,7 @@ along; a vocabulary is what token ids index.
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
-from jaxtp.rules.graph.classes import Atom, Dim, Dims, dim_size, resolve, with_pieces
+from jaxtp.rules.graph.classes import Atom, Dim, Dims, classes_in, dim_size, resolve
 from jaxtp.rules.graph.facts import (
     Choice,
     Contraction,
@@ -62,11 +62,6 @@ class Known:
 
 
 _NOTHING = Known()
-
-
-def classes_in(dims: Iterable[Dim]) -> list[Atom]:
-    """The classes in some dims and in their pieces, once each, in order."""
-    return list(dict.fromkeys(atom for dim in dims for atom in with_pieces(dim)))
 
 
 class Evidence:
@@ -138,7 +133,7 @@ class Evidence:
             major = known.produced or rows * MINOR_TABLE >= self._largest_table
             return VOCAB if major and rows >= self._min_vocab else SMALL
         if known.produced and not known.contracted:
-            pieces = [self.of(piece) for piece in with_pieces((atom,))]
+            pieces = [self.of(piece) for piece in classes_in([(atom,)])]
             if any(piece.contracted or piece.whole or piece.lost for piece in pieces):
                 return ""  # no output: several projections in one, or used where nobody can see
             return VOCAB if atom.size >= self._min_vocab else SMALL

@@ -69,13 +69,13 @@ class Regions:
         self.number = {atom: n for n, atom in enumerate(evidence.known)}
         regions = self._build()
         rivals = _rivals(regions)
-        self.chosen = _best(regions, rivals)
+        self.chosen = best_regions(regions, rivals)
         self.placed = {path: region for region in self.chosen for path in region.options}
         self.instead: dict[str, Option] = {}
         for region in self.chosen:
             taken = [other for other in self.chosen if other is not region]
             free = [r for r in rivals[region] if not any(other in rivals[r] for other in taken)]
-            for other in _best(free, rivals):
+            for other in best_regions(free, rivals):
                 self.instead |= {p: o for p, o in other.options.items() if p in region.options}
 
     def parts(self, dim: Dim, start: int = 0) -> list[Part]:
@@ -183,7 +183,7 @@ def _rivals(regions: list[Region]) -> dict[Region, list[Region]]:
     return {region: sorted(others, key=order.__getitem__) for region, others in rivals.items()}
 
 
-def _best(regions: list[Region], rivals: Mapping[Region, list[Region]]) -> list[Region]:
+def best_regions(regions: list[Region], rivals: Mapping[Region, list[Region]]) -> list[Region]:
     """The set of regions without rivals inside it that covers most elements; first come wins a tie.
 
     Coverage, not elements per wire byte: of a chain (768, 12288), (12288, 256), (256, 10) the

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxtp.errors import join
-from jaxtp.rules.graph.classes import Atom, Dim, dim_size, resolve
-from jaxtp.rules.graph.evidence import EXPERT, SMALL, VOCAB, Evidence, classes_in
+from jaxtp.rules.graph.classes import Atom, Dim, classes_in, dim_size, resolve
+from jaxtp.rules.graph.evidence import EXPERT, SMALL, VOCAB, Evidence
 from jaxtp.rules.graph.facts import Contraction, Fact, Finding, Lookup, Offset, Option
 from jaxtp.rules.graph.regions import Region, Regions
 from jaxtp.rules.graph.walk import where
