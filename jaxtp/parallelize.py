@@ -24,6 +24,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtp.errors import BadMesh
 from jaxtp.mesh.build import abstract_mesh, plan_mesh
 from jaxtp.plan import Plan
+from jaxtp.products import Fused, fused, over_pieces, product_at, shared
 from jaxtp.rules.graph import Analysis, DimClass, analyse_jaxpr
 from jaxtp.rules.graph.classes import Atom, resolve
 from jaxtp.rules.graph.walk import Kind, Scope, Value
@@ -95,6 +96,7 @@ class _Placer:
         self._analysis, self._plan, self._mesh = analysis, plan, mesh
         self._batch = _batch_atom(analysis.scope)
         self._leads = _leads(analysis, plan)
+        self._widest = _widest(analysis, plan, self._leads)
         self._classes: dict[Value, tuple[DimClass, ...]] = {}
 
     def run(self, scope: Scope, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
@@ -105,31 +107,79 @@ class _Placer:
         gathered: dict[Any, Any] = {}
 
         def value_of(var: Any) -> Any:
-            return var.val if isinstance(var, Literal) else known[var]
+            value = var.val if isinstance(var, Literal) else known[var]
+            return value.whole() if isinstance(value, Fused) else value
 
         for position, equation in enumerate(jaxpr.eqns):
-            operands = [value_of(var) for var in equation.invars]
-            if equation.primitive.name in PRODUCTS and self._plan.sequence_parallel:
-                operands = self._gather(scope, equation, operands, gathered)
-            calls = scope.calls.get(position, [])
-            enter = ENTER.get(equation.primitive.name) if calls else None
-            if enter is None:
-                params = equation.primitive.get_bind_params(equation.params)
+            raw = [known.get(var) for var in equation.invars if not isinstance(var, Literal)]
+            results = None
+            if any(isinstance(operand, Fused) for operand in raw):
+                results = self._on_pieces(scope, equation, known)
+            if results is None:
+                operands = [value_of(var) for var in equation.invars]
                 # Reports name the user's line, not this one.
                 with user_context(equation.source_info.traceback):
-                    results = equation.primitive.bind(*operands, **params)
-            else:
-                results = enter(self, equation, calls, operands)
-            if not equation.primitive.multiple_results:
-                results = [results]
+                    results = self._equation(scope, position, operands, gathered)
             for var, result in zip(equation.outvars, results, strict=True):
                 value = scope.values.get(var)
                 known[var] = result if value is None else self._place(equation, value, result)
         return [value_of(var) for var in jaxpr.outvars]
 
+    def _equation(
+        self, scope: Scope, position: int, operands: list[Any], gathered: dict[Any, Any]
+    ) -> list[Any]:
+        """The results of one equation."""
+        equation = scope.jaxpr.eqns[position]
+        name = equation.primitive.name
+        calls = scope.calls.get(position, [])
+        if calls and name in ENTER:
+            return ENTER[name](self, equation, calls, operands)
+        if name in PRODUCTS and self._plan.sequence_parallel:
+            operands = self._gather(scope, equation, operands, gathered)
+        if name == "dot_general":
+            result = self._product(scope, equation, operands)
+            if result is not None:
+                return [result]
+        params = equation.primitive.get_bind_params(equation.params)
+        results = equation.primitive.bind(*operands, **params)
+        return results if equation.primitive.multiple_results else [results]
+
+    def _on_pieces(self, scope: Scope, equation: Any, known: Mapping[Any, Any]) -> list[Any] | None:
+        """The results of an equation on pieces that were computed apart, or None."""
+        value = scope.values.get(equation.outvars[0])
+        operands = [v.val if isinstance(v, Literal) else known[v] for v in equation.invars]
+        elementwise = value is not None and value.elementwise
+        return over_pieces(equation, operands, elementwise=elementwise)
+
+    def _product(self, scope: Scope, equation: Any, operands: Sequence[Any]) -> Any:
+        """The product by a shared or a fused weight, or None for any other."""
+        for index, var in enumerate(equation.invars):
+            value = None if isinstance(var, Literal) else scope.values.get(var)
+            if value is None or value.kind is not Kind.PARAMETER or not value.path:
+                continue
+            x, w = operands[1 - index], operands[index]
+            ranks = [len(v.aval.shape) for v in equation.invars]
+            for dim, c in enumerate(self._dims(value)):
+                wide = self._widest.get(c.group, ())
+                product = product_at(equation.params, ranks, index, dim) if wide else None
+                if product is None:
+                    continue
+                axes = self._plan.axes_for(c.units)
+                if c.pieces:
+                    return fused(product, self._split, c.pieces, axes, x, w) if axes else None
+                rest = wide[len(axes) :]
+                if axes and rest and self._plan.mesh.ways(axes) == c.units[0]:
+                    copies = self._plan.mesh.ways(rest)
+                    return shared(product, self._split, c.units[0], copies, axes, rest, x, w)
+        return None
+
+    def _split(self, x: Any, dims: Mapping[int, tuple[str, ...]]) -> Any:
+        """`x` with some dims split over tensor axes and the others as XLA likes."""
+        return self._constrain(x, [dims.get(d) or FREE for d in range(x.ndim)])
+
     def _place(self, equation: Any, value: Value, result: Any) -> Any:
         """An equation's result, constrained if it is one of the values that matter."""
-        if value.kind is not Kind.ACTIVATION or not value.shape:
+        if value.kind is not Kind.ACTIVATION or not value.shape or isinstance(result, Fused):
             return result
         if value.skip is not None:
             return self._constrain(result, self._stream(value))
@@ -152,7 +202,7 @@ class _Placer:
         final type and not what the norm computed in float32.
         """
         result = scope.values.get(equation.outvars[0])
-        if result is None or result.product is None or not any(map(self._axes, self._dims(result))):
+        if result is None or result.product is None or not self._enters(result):
             return operands
         replaced: list[Any] = []
         for var, operand in zip(equation.invars, operands, strict=True):
@@ -169,6 +219,12 @@ class _Placer:
         if value not in self._classes:
             self._classes[value] = self._analysis.dim_classes(value)
         return self._classes[value]
+
+    def _enters(self, value: Value) -> bool:
+        """Whether a product's result lies in a region that the plan splits, whole or in pieces."""
+        return any(
+            self._axes(c) or (c.pieces and c.group in self._leads) for c in self._dims(value)
+        )
 
     def _on_stream(self, value: Value) -> bool:
         return any(c.kind == "feature" for c in self._dims(value))
@@ -315,4 +371,16 @@ def _leads(analysis: Analysis, plan: Plan) -> dict[str, tuple[int, ...]]:
             placed = plan[finding.path].dim_on(plan.mesh.tp)
             if placed == finding.dim:
                 found.setdefault(finding.group, finding.classes[:1])
+    return found
+
+
+def _widest(
+    analysis: Analysis, plan: Plan, leads: Mapping[str, tuple[int, ...]]
+) -> dict[str, tuple[str, ...]]:
+    """Group -> the tensor axes that its widest member is split over."""
+    found: dict[str, tuple[str, ...]] = {}
+    for finding in analysis.findings.values():
+        if finding.group in leads and finding.dim is not None and not finding.pieces:
+            axes = plan.axes_for(finding.units)
+            found[finding.group] = max(found.get(finding.group, ()), axes, key=len)
     return found
