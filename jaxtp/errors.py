@@ -244,6 +244,29 @@ class BadCheckpoint(JaxtpError, ValueError):
     code = "TP090"
 
 
+class BadWeights(JaxtpError, ValueError):
+    """A Hugging Face folder is damaged, or holds other tensors than its config asks for.
+
+    Why it matters: every header is checked against its file and the model before any array is
+    placed, so a truncated download is found in milliseconds and nothing half-loaded stays behind.
+    Example: a tensor whose bytes lie outside of the file or are not numbers; a missing layer.
+    Fix: the message names the file and the tensor; download that file again.
+    """
+
+    code = "TP095"
+
+
+class UnsupportedModel(JaxtpError, ValueError):
+    """A Hugging Face config asks for something that jaxtp's models do not compute.
+
+    Why it matters: loading anyway would give a model that runs and answers wrongly.
+    Example: `rope_scaling` of type yarn; a sliding window in some layers only; quantised weights.
+    Fix: the message names the field and the values that are supported.
+    """
+
+    code = "TP096"
+
+
 class BadOption(JaxtpError, ValueError):
     """A compile option has a value that this jaxlib refuses.
 

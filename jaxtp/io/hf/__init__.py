@@ -1,0 +1,6 @@
+"""Hugging Face checkpoints: in, straight to the right sharding, and out."""
+
+from jaxtp.io.hf.load import load_hf
+from jaxtp.io.hf.save import save_hf
+
+__all__ = ["load_hf", "save_hf"]

@@ -1,0 +1,180 @@
+"""A Hugging Face folder onto a mesh.
+
+Stage in: a folder of safetensors files and a mesh. Stage out: the model with its parameters placed.
+
+Everything that can be known without reading a weight is checked first: the config field by field,
+every header against its file, every tensor against the model. Then each process reads the bytes
+that its devices hold, and no others.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Literal
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxtp.apply import plan_for
+from jaxtp.errors import BadWeights, Problems, join
+from jaxtp.io.assemble import Source, assemble
+from jaxtp.io.hf.config import read_fields
+from jaxtp.io.hf.files import CONFIG, read_folder, read_json
+from jaxtp.io.progress import byte_bar
+from jaxtp.io.safetensors import Tensor
+from jaxtp.mesh.build import auto_context, plan_mesh
+from jaxtp.models import GPT, Llama, abstract
+from jaxtp.models.names import BUFFERS, Storage, storage, table_of
+from jaxtp.plan import Plan
+from jaxtp.state import slots
+from jaxtp.trees import PyTree, flatten, map_with_path
+
+FLOATS = ("float32", "bfloat16", "float16")
+"""Types that weights may have; quantised checkpoints are not supported."""
+
+NUM_THREADS = 8
+"""Reads in flight; enough for NVMe and for network file systems."""
+
+
+def load_hf(
+    folder: str | Path,
+    mesh: Any,
+    *,
+    plan: Plan | None = None,
+    param_dtype: str | None = None,
+    dtype: str | None = None,
+    remat: str = "none",
+    attention_implementation: Literal["xla", "cudnn"] = "xla",
+    progress: bool = True,
+    **options: Any,
+) -> tuple[Llama | GPT, nnx.State]:
+    """The model in a Hugging Face folder, its parameters placed on the mesh.
+
+    Args:
+        folder: Holds config.json and safetensors files, with their index if there are several. All
+            processes must see it.
+        mesh: A jax Mesh.
+        plan: Where parameters go; by default `make_plan(models.abstract(config), mesh,
+            config=config, **options)`, with the config of the model that is returned.
+        param_dtype: Type of the parameters; by default that of the file, as its config says.
+        dtype: Type of activations and matrix products; by default that of the file.
+        remat: As in the model's config.
+        attention_implementation: As in the model's config.
+        progress: Show a progress bar on stderr, in the first process.
+        **options: Options of `make_plan`.
+
+    Returns:
+        `(model, params)`: the `nnx.Module`, ready to be called, trained or saved, and its
+        parameters as an `nnx.State` for code that wants arrays apart from structure
+        (`nnx.merge(nnx.graphdef(model), params)`). Both hold the same arrays; donating one of them
+        to a jitted function ends the other.
+
+    Raises:
+        UnsupportedModel: TP096, if the config asks for something that our models do not compute.
+        BadWeights: TP095, if files are damaged, or hold other tensors than the config asks for.
+        JaxtpError: whatever `make_plan` and `jaxtp.shard` raise.
+    """
+    folder = Path(folder)
+    fields = read_json(folder / CONFIG)
+    config = read_fields(fields, str(folder / CONFIG))
+    stored = read_folder(folder)
+    file_dtype = _file_dtype(fields, stored, str(folder / CONFIG))
+    config = dataclasses.replace(
+        config,
+        param_dtype=param_dtype or file_dtype,
+        dtype=dtype or file_dtype,
+        remat=remat,
+        attention_implementation=attention_implementation,
+    )
+    model = abstract(config)
+    sources = _match(model, stored, folder, any_float=param_dtype is not None)
+    if plan is None:
+        options = {"config": config, **options}
+    plan = plan_for(model, mesh, plan, options)
+    places, target = slots(model, plan), plan_mesh(mesh, plan.mesh)
+    total = sum(t.num_bytes for source in sources.values() for t in source.tensors.flat)
+    with (
+        auto_context(),
+        ThreadPoolExecutor(NUM_THREADS) as pool,
+        byte_bar(f"loading {folder.name}", total, progress) as advance,
+    ):
+        arrays = {
+            path: assemble(source, places[path], target, config.param_dtype, pool, advance)
+            for path, source in sources.items()
+        }
+    model = map_with_path(lambda path, _: arrays[path], model)
+    return model, nnx.state(model, nnx.Param)
+
+
+def _file_dtype(fields: Mapping[str, Any], stored: Mapping[str, Tensor], where: str) -> str:
+    """The type that the config says its weights have; without a word there, that of the widest."""
+    said = fields.get("torch_dtype", fields.get("dtype"))
+    if said is None:
+        found = {tensor.dtype for tensor in stored.values()}
+        said = next((dtype for dtype in FLOATS if dtype in found), "float32")
+    if said not in FLOATS:
+        raise BadWeights(f"weights of type {said!r}", where=where, fix=f"supported: {join(FLOATS)}")
+    return said
+
+
+def _match(
+    model: PyTree, stored: dict[str, Tensor], folder: Path, *, any_float: bool
+) -> dict[str, Source]:
+    """Which tensors each parameter is made of; every tensor is used, or known not to be needed."""
+    config = model.config
+    table, problems = table_of(config), Problems()
+    prefix = next(iter(table.values())).name.partition(".")[0] + "."
+    if not any(name.startswith(prefix) for name in stored):
+        # Saved from the model without its head, as the published GPT-2 is.
+        stored = {name if name in table else prefix + name: t for name, t in stored.items()}
+    sources: dict[str, Source] = {}
+    missing: list[str] = []
+    used: set[str] = set()
+    for path, param in flatten(model).items():
+        how = storage(table[path], param.shape)
+        tensors = np.empty(how.stack, object)
+        for index in np.ndindex(how.stack):
+            name = table[path].name.format(*index)
+            tensor = stored.get(name)
+            used.add(name)
+            if tensor is None:
+                missing.append(name)
+            else:
+                tensors[index] = tensor
+                _check(tensor, how, config.param_dtype, problems, any_float=any_float)
+        sources[path] = Source(tensors, how)
+    fix = "download the checkpoint again; its config.json and its files are of two models"
+    if missing:
+        what = f"{len(missing)} tensors are missing: {join(missing)}"
+        problems.add(BadWeights(what, where=str(folder), fix=fix))
+    # Under tied embeddings some files have the head a second time.
+    tied = {"lm_head.weight"} if "lm_head/kernel" not in sources else set[str]()
+    extra = [n for n in stored.keys() - used - tied if not BUFFERS.search(n)]
+    if extra:
+        files = join(sorted({str(stored[name].file) for name in extra}))
+        what = f"{len(extra)} tensors are not of this model: {join(sorted(extra))}"
+        problems.add(BadWeights(what, where=files, fix=fix))
+    problems.raise_any()
+    return sources
+
+
+def _check(
+    tensor: Tensor, how: Storage, param_dtype: str, problems: Problems, *, any_float: bool
+) -> None:
+    if tensor.shape != how.shape:
+        problems.add(
+            tensor.bad(
+                f"has shape {list(tensor.shape)}, the config asks for {list(how.shape)}",
+                "download the checkpoint again; its config.json and its files are of two models",
+            )
+        )
+    exact = tensor.dtype in FLOATS and jnp.promote_types(tensor.dtype, param_dtype) == param_dtype
+    if not exact and not (any_float and tensor.dtype in FLOATS):
+        problems.add(
+            tensor.bad(
+                f"is {tensor.dtype}, which {param_dtype} cannot hold",
+                "param_dtype= another type" if tensor.dtype in FLOATS else "use an unquantised one",
+            )
+        )
