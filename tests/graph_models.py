@@ -225,6 +225,33 @@ def multi_query(s: Sizes) -> Case:
 
 
 @model
+def multi_query_positions(s: Sizes) -> Case:
+    """Gemma: angles from positions that are an input, the rotated halves joined; one kv head."""
+
+    def rotate(x, at):
+        left, right = jnp.split(x, 2, -1)
+        angle = (at[..., None] / jnp.arange(1, 1 + s.head // 2)[None, None])[:, :, None]
+        cos, sin = jnp.cos(angle), jnp.sin(angle)
+        return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], -1)
+
+    def fn(p, x, at):
+        q = rotate(heads(x @ p["q"], s.heads), at)
+        k, v = jnp.einsum("bsd,ckde->cbske", x, p["kv"])
+        q = q.reshape(*q.shape[:2], 1, s.heads, s.head)
+        probs = jax.nn.softmax(jnp.einsum("btkge,bske->btkgs", q, rotate(k, at)), -1)
+        mixed = jnp.einsum("btkgs,bske->btkge", probs, v)
+        return x + mixed.reshape(*x.shape[:2], -1) @ p["o"]
+
+    params = {
+        "q": f32(s.width, s.inner),
+        "kv": f32(2, 1, s.width, s.head),
+        "o": f32(s.inner, s.width),
+    }
+    expected = {"q": (1, (s.heads,)), "o": (0, (s.heads,))}
+    return Case(fn, params, (stream(s), tokens(s)), expected)
+
+
+@model
 def grouped_by_reshape(s: Sizes) -> Case:
     return decoder(s, s.kv, "grouped")
 

@@ -99,22 +99,21 @@ def _branch(end: Value, origins: set[Value]) -> tuple[Dims, ...] | None:
     Returns:
         The dims of the residual sums inside the branch, or None.
     """
-    if not any(origin.depth < end.depth for origin in origins):
-        return None
-    oldest = min(origin.order for origin in origins)
-    inside, seen, pending, found = list[Dims](), set[Value](), [end], False
+    oldest = min((origin.order for origin in origins), default=end.order)
+    inside, seen, found = list[Dims](), set[tuple[Value, bool]](), False
+    pending = [(end, False)]
     while pending:
-        value = pending.pop()
-        if value in seen or value.order < oldest:
+        value, through_kernel = pending.pop()
+        if (value, through_kernel) in seen or value.order < oldest:
             continue
-        seen.add(value)
+        seen.add((value, through_kernel))
         if value in origins:
-            found |= value.depth < end.depth
-        elif value.skip is not None:
+            found |= through_kernel
+            continue
+        if value.skip is not None:
             inside.append(value.dims)
-            pending.append(value.skip)
-        else:
-            pending.extend(value.parents)
+        before = value.parents if value.skip is None else (value.skip,)
+        pending.extend((parent, through_kernel or value.kernel) for parent in before)
     return tuple(inside) if found else None
 
 
@@ -174,7 +173,6 @@ def _inside(walk: Walk, value: Value, active: bool, dims: Any = None, aval: Any 
         aval or value.aval,
         kind,
         value.dims if dims is None else dims,
-        depth=value.depth,
         parents=parents,
         scores=value.scores,
         index=value.index,

@@ -64,7 +64,7 @@ def multiply(
         return _look_up(walk, equation, sides[weight], value, sum(summed, ()), free[weight], dims)
     fact = Contraction(path, summed, free[weight], batch, dim_size(sum(dims, ())), equation)
     walk.facts.append(fact)
-    return walk.derive(aval, dims, sides, depth=value.depth + 1, scores=False, product=fact)
+    return walk.derive(aval, dims, sides, kernel=True, scores=False, product=fact)
 
 
 def dot_general(walk: Walk, equation: Any, inputs: Sequence[Value]) -> list[Result]:
@@ -127,8 +127,7 @@ def convolution(walk: Walk, equation: Any, inputs: Sequence[Value]) -> list[Resu
         free = ((image.dims[batch], *_pick(image.dims, space)), (result,))
         return [multiply(walk, equation, inputs, (features,), free, (group_out,), tuple(dims))]
     walk.facts += [Whole(dim, "conv", equation, kernel.path) for dim in (features, result) if dim]
-    depth = max(value.depth for value in inputs) + 1
-    return [walk.derive(aval, tuple(dims), inputs, depth=depth, scores=False)]
+    return [walk.derive(aval, tuple(dims), inputs, kernel=True, scores=False)]
 
 
 def gather(walk: Walk, equation: Any, inputs: Sequence[Value]) -> list[Result]:

@@ -54,7 +54,7 @@ class Value:
         kind: What it depends on.
         order: Creation order; parents always have a smaller one.
         path: The parameter it is a view of, "" for anything else.
-        depth: The largest number of kernels between an input and this value.
+        kernel: Whether it is the result of a product or convolution with a weight.
         parents: The activations it was computed from.
         elementwise: Whether it was computed from its parents position by position.
         skip: For a sum on the residual stream, the operand that is not the branch.
@@ -69,7 +69,7 @@ class Value:
     kind: Kind
     order: int
     path: str = ""
-    depth: int = 0
+    kernel: bool = False
     parents: tuple["Value", ...] = dataclasses.field(default=(), repr=False)
     elementwise: bool = False
     skip: "Value | None" = dataclasses.field(default=None, repr=False)
@@ -208,7 +208,6 @@ class Walk:
         parents = tuple(v for v in inputs if v.kind is Kind.ACTIVATION)
         fields: dict[str, Any] = {
             "parents": parents,
-            "depth": max(v.depth for v in parents),
             "scores": any(v.scores for v in parents),
             "elementwise": elementwise,
         }
