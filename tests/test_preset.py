@@ -11,7 +11,7 @@ from jaxtp.cost import matmul_params, train_flops
 from jaxtp.errors import CheckFailed, DoesNotFit
 from jaxtp.models import PRESETS, abstract
 from jaxtp.planner import make_plan
-from jaxtp.train.preset import StepOptions, preflight_preset
+from jaxtp.train.preset import StepOptions, preflight_preset, preset_plan
 
 TINY = StepOptions(model="llama3.2-1b", tp=4, batch=2, seq=256, layers=2, optimizer="sgd")
 
@@ -101,3 +101,25 @@ def test_a_tied_table_multiplies_too():
     plan = make_plan(abstract("gpt2"), {"tp": 4})
     extra = matmul_params(plan, tied=True) - matmul_params(plan)
     assert extra >= 50257 * 768
+
+
+def test_gradients_of_replicas_are_summed_in_the_type_that_is_asked_for(report):
+    wide = preflight_preset(dataclasses.replace(TINY, wide_gradients=True), "h100:1x8")[1]
+    assert wide.ratio == pytest.approx(1, abs=0.002)
+    assert not wide.unexpected
+    narrow_rows, wide_rows = (
+        [row for row in one.collectives if "dp" in row.axes and row.num_bytes > 2**17]
+        for one in (report, wide)
+    )
+    # Layer by layer; the tied table's two gradients become one sum of their float32 forms.
+    layers = [row for row in narrow_rows if row.count >= TINY.layers]
+    assert layers
+    assert {row.dtype for row in layers} == {"bf16"}
+    assert {row.dtype for row in wide_rows} == {"f32"}
+
+
+def test_a_padded_vocabulary_is_cut():
+    gpt = StepOptions(model="gpt2", tp=4)
+    for pad, cut in ((False, None), (True, 0)):
+        _, plan = preset_plan({"dp": 1, "tp": 4}, dataclasses.replace(gpt, pad_vocab=pad))
+        assert plan["wte/embedding"].dim_on(plan.mesh.tp) == cut

@@ -1,0 +1,450 @@
+"""What tensor parallelism moves, hides and holds: every step compiled by the real GPU compiler.
+
+    python scripts/bench_comm.py                     all sections
+    python scripts/bench_comm.py --only floor        one of floor, replicas, overlap, memory, gpt3
+    python scripts/bench_comm.py --only gpt3 --json
+
+No GPU is needed and nothing runs: memory, messages and their bytes are the compiler's, seconds and
+hidden shares come from the two-clock model of `jaxtp.xla.schedule`. The peers of
+`comm_peers.py` are compiled on the same step in the same run, against the same floor.
+
+cuDNN attention is compiled where the package nvidia-cudnn-cu12 can be imported, XLA's own attention
+elsewhere; the output says which.
+"""
+
+import dataclasses
+import importlib.util
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import tyro
+from rich import box
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn
+from rich.table import Table
+
+from jaxtp.mesh.links import MIB
+from jaxtp.train.preset import StepOptions, preflight_preset
+from jaxtp.xla.options import compile_options
+from jaxtp.xla.report import GIB, Report, Row
+
+Overlap = Literal["off", "auto", "aggressive"]
+Peer = Literal["jaxtp", "megatron", "largest", "replicated"]
+Cell = Any  # str, float, int or bool
+Flag = tyro.conf.FlagCreatePairsOff[bool]
+
+# DeepSpeed's AutoTP against manual tensor parallelism, by its authors: throughput, memory.
+AUTOTP = {"AutoTP, default": ("+13.6%", "-7%"), "AutoTP, optimised": ("+49.6%", "-14%")}
+
+SHAPES = (("llama3-8b", 4, 2048), ("llama3-70b", 2, 4096), ("gpt3-175b", 2, 2048))
+"""Models, with sequences per replica and their tokens."""
+
+PEERS: tuple[Peer, ...] = ("megatron", "largest", "replicated")
+
+NOTICED_BYTES = MIB
+"""Smaller messages are the few scalars per token of the cross entropy, and gradients of norms."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """One program to compile; equal cases are compiled once."""
+
+    step: StepOptions
+    target: str = "h100:1x8"
+    peer: Peer = "jaxtp"
+    scheduler: Overlap = "auto"
+    """The compile options of this overlap profile; the step's own `overlap` is its structure."""
+    fusion: bool = True
+
+
+@dataclasses.dataclass(kw_only=True)
+class Compiler:
+    """Compiles cases, each once, and shows which one is at work."""
+
+    console: Console
+    reports: dict[Case, Report] = dataclasses.field(default_factory=dict)
+
+    def __call__(self, case: Case) -> Report:
+        """The report of a case."""
+        if case not in self.reports:
+            self.reports[case] = self._compile(case)
+        return self.reports[case]
+
+    def _compile(self, case: Case) -> Report:
+        what = f"{case.step.model}, tp={case.step.tp} on {case.target}, {case.peer}"
+        columns = SpinnerColumn(), TextColumn("{task.description}")
+        with Progress(*columns, console=self.console, transient=True) as progress:
+            task = progress.add_task(what)
+
+            def show(seconds: float) -> None:
+                text = f"compile {len(self.reports) + 1}: {what}: {seconds:.0f} s"
+                progress.update(task, description=text)
+
+            module = (
+                "jaxtp.train.preset:preset" if case.peer == "jaxtp" else f"comm_peers:{case.peer}"
+            )
+            options = compile_options(overlap=case.scheduler, gradient_fusion=case.fusion)
+            return preflight_preset(
+                case.step,
+                case.target,
+                entry=f"{module}_step",
+                compiler_options=options,
+                on_progress=show,
+            )[1]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Section:
+    """A table, the thresholds it is held to, and what a reader must know."""
+
+    title: str
+    rows: Sequence[Mapping[str, Cell]]
+    thresholds: Sequence[tuple[str, bool]]
+    notes: Sequence[str] = ()
+
+
+def messages(report: Report, axis: str = "tp") -> list[Row]:
+    """The messages along one axis that are worth counting."""
+    along = [row for row in report.collectives if axis in row.axes]
+    return [row for row in along if row.num_bytes >= NOTICED_BYTES]
+
+
+def cells(report: Report, floor: float | None) -> dict[str, Cell]:
+    """What every table says about a program.
+
+    Args:
+        report: Of the program.
+        floor: Wire bytes to compare with; the report's own floor of sequence parallelism is higher.
+    """
+    rows = messages(report)
+    return {
+        "wire GiB": round(report.wire_bytes / GIB, 3),
+        "x floor": round(report.wire_bytes / floor, 4) if floor else "-",
+        "types": "+".join(sorted({row.dtype for row in rows})) or "-",
+        "unexpected": len(report.unexpected),
+        "peak GiB": round(report.peak_bytes / GIB, 2),
+        "fits": report.fits,
+        "hidden": f"{report.hidden_forward:.0%}/{report.hidden_backward:.0%}/"
+        f"{report.hidden_share:.1%}",
+        "ms": round(report.step_seconds_modelled * 1e3, 1),
+        "compile s": round(report.compile_seconds, 1),
+    }
+
+
+def attention() -> str:
+    """The kernel that can be compiled here."""
+    try:
+        found = importlib.util.find_spec("nvidia.cudnn")
+    except ModuleNotFoundError:
+        found = None
+    return "cudnn" if found else "xla"
+
+
+def _blocks_ratio(report: Report, floor: float, layers: int) -> float:
+    """Wire bytes of what runs once a layer over the floor of the blocks alone.
+
+    A block has four all-reduces and the ends of the model two, so the blocks' share of the floor is
+    4 L / (4 L + 2).
+    """
+    inside = sum(r.wire_bytes for r in report.collectives if "tp" in r.axes and r.count >= layers)
+    return inside / (floor * 4 * layers / (4 * layers + 2))
+
+
+def floor(compiler: Compiler) -> Section:
+    """Blocks of three models at their true widths, forward and backward, against the floor."""
+    layers, rows = 4, list[dict[str, Cell]]()
+    for model, batch, seq in SHAPES:
+        for tp in (2, 4, 8):
+            # What tp leaves over is dp; each replica has the same batch.
+            step = StepOptions(
+                model=model,
+                tp=tp,
+                batch=batch * 8 // tp,
+                seq=seq,
+                layers=layers,
+                optimizer="none",
+                pad_vocab=True,
+            )
+            cut = dataclasses.replace(step, sequence_parallel=True)
+            cases = {"jaxtp": Case(step=step), "jaxtp, sequence": Case(step=cut)}
+            cases |= {peer: Case(step=step, peer=peer) for peer in PEERS if tp == 8}
+            base = compiler(cases["jaxtp"]).floor_bytes
+            assert base is not None
+            for name, case in cases.items():
+                report = compiler(case)
+                ratio = round(_blocks_ratio(report, base, layers), 4)
+                head = {"model": model, "tp": tp, "plan": name, "x, blocks": ratio}
+                rows.append({**head, **cells(report, base)})
+    plain = [row for row in rows if row["plan"] == "jaxtp"]
+    split = [row for row in rows if row["plan"] == "jaxtp, sequence"]
+    blocks, ends, sequence = (
+        max(row[name] for row in some)
+        for some, name in ((plain, "x, blocks"), (plain, "x floor"), (split, "x floor"))
+    )
+    lower = all(b["peak GiB"] < a["peak GiB"] for a, b in zip(plain, split, strict=True))
+    clean = all(row["types"] == "bf16" and not row["unexpected"] for row in [*plain, *split])
+    return Section(
+        title=f"blocks at true widths, {layers} layers, forward and backward, h100:1x8",
+        rows=rows,
+        thresholds=[
+            (f"blocks at most 1.00x the floor: {blocks}x", blocks <= 1.0),
+            (f"with the ends at most 1.02x: {ends}x", ends <= 1.02),
+            (f"sequence parallelism at most 1.25x of it: {sequence}x", sequence <= 1.25),
+            ("sequence parallelism lowers the peak everywhere", lower),
+            ("jaxtp: all messages bf16, no permute, all-to-all or gathered weight", clean),
+        ],
+        notes=[
+            "peers at tp 8; messages under 1 MiB (scalars per token) are not in `types`",
+            "the vocabulary of gpt3-175b is padded to a multiple of tp, as Megatron-LM does",
+            "replicated moves nothing along tp because each device computes everything",
+        ],
+    )
+
+
+def replicas(compiler: Compiler) -> Section:
+    """32 replicas of tp 8: what crosses the network."""
+    step = StepOptions(model="llama3-70b", tp=8, batch=32, seq=2048, param_dtype="float32")
+    variants = {
+        "fused, bf16": Case(step=step, target="h100:32x8"),
+        "not fused, bf16": Case(step=step, target="h100:32x8", fusion=False),
+        "fused, fp32": Case(
+            step=dataclasses.replace(step, wide_gradients=True), target="h100:32x8"
+        ),
+    }
+    rows: list[dict[str, Cell]] = []
+    counts: dict[str, int] = {}
+    types: dict[str, set[str]] = {}
+    for name, case in variants.items():
+        report = compiler(case)
+        along = [row for row in report.collectives if "dp" in row.axes]
+        counts[name] = sum(row.count for row in along)
+        types[name] = {part for row in messages(report, "dp") for part in row.dtype.split("+")}
+        rows.append(
+            {
+                "gradients": name,
+                "reductions": counts[name],
+                "dp types": "+".join(sorted(types[name])),
+                "dp wire GiB": round(sum(row.wire_bytes for row in along) / GIB, 2),
+                **cells(report, report.floor_bytes),
+            }
+        )
+    slowest = max(compiler(case).compile_seconds for case in variants.values())
+    fewer = 1 - counts["fused, bf16"] / counts["not fused, bf16"]
+    return Section(
+        title="dp 32 x tp 8, llama3-70b, 80 layers, whole train step, h100:32x8",
+        rows=rows,
+        thresholds=[
+            (f"compiles in under 60 s: {slowest:.0f} s", slowest < 60),
+            (f"at least 40% fewer reductions with fusion: {fewer:.0%}", fewer >= 0.4),
+            ("bf16 gradients are reduced in bf16", types["fused, bf16"] == {"bf16"}),
+            ("fp32 gradients are reduced in fp32", types["fused, fp32"] == {"f32"}),
+        ],
+        notes=[
+            "fp32 sums happen once, after the backward pass, and nothing hides them; bf16 sums run "
+            "layer by layer",
+            "a whole Adam state in fp32 on tp 8 does not fit; ZeRO (an fsdp axis) would cut it",
+        ],
+    )
+
+
+def overlap(compiler: Compiler) -> Section:
+    """How much of the wire time hides at the real depth, and what each lever gives."""
+    kernel = attention()
+    rows: list[dict[str, Cell]] = []
+    thresholds: list[tuple[str, bool]] = []
+    levers: Mapping[str, tuple[Overlap, Overlap]] = {
+        "default": ("auto", "auto"),
+        "options only": ("auto", "aggressive"),
+        "interleaving only": ("aggressive", "auto"),
+        "aggressive: both": ("aggressive", "aggressive"),
+    }
+    for model, batch, wanted in (("llama3-70b", 2, 0.92), ("llama3-8b", 4, 0.83)):
+        step = StepOptions(
+            model=model, batch=batch, seq=4096, layers=80, attention=kernel, param_dtype="bfloat16"
+        )
+        found = {
+            name: compiler(
+                Case(step=dataclasses.replace(step, overlap=structure), scheduler=scheduler)
+            )
+            for name, (structure, scheduler) in levers.items()
+        }
+        default, best = found["default"], found["aggressive: both"]
+        for name, report in found.items():
+            ratio = report.step_seconds_modelled / default.step_seconds_modelled
+            rows.append(
+                {
+                    "model": model,
+                    "profile": name,
+                    **cells(report, default.floor_bytes),
+                    "x step": round(ratio, 3),
+                    "ms, elementwise": round(report.step_seconds_with_memory * 1e3, 1),
+                }
+            )
+        assert best.floor_bytes is not None
+        ratio = best.step_seconds_modelled / default.step_seconds_modelled
+        wire = best.wire_bytes / best.floor_bytes
+        hidden = best.hidden_share
+        thresholds += [
+            (f"{model}: at least {wanted:.0%} hidden: {hidden:.1%}", hidden >= wanted),
+            (f"{model}: wire at most 1.01x the floor: {wire:.4f}x", wire <= 1.01),
+        ]
+        if model == "llama3-70b":
+            thresholds.append((f"{model}: step at most 0.80x: {ratio:.3f}x", ratio <= 0.8))
+    return Section(
+        title=f"80 layers, tp 8, sequences of 4096, whole train step, {kernel} attention, h100:1x8",
+        rows=rows,
+        thresholds=thresholds,
+        notes=[
+            "batch 2 (llama3-70b) and 4 (llama3-8b, made 80 layers deep); parameters and Adam's "
+            "moments in bf16, so that 80 layers come near the card",
+            "hidden: forward/backward/both, modelled",
+        ],
+    )
+
+
+def memory(compiler: Compiler) -> Section:
+    """The aggressive profile against the step that one writes first."""
+    kernel = attention()
+    step = StepOptions(model="llama3-8b", batch=4, seq=4096, attention=kernel)
+    naive = dataclasses.replace(step, donate=False, remat="none")
+    variants = {
+        "naive: no donation, no remat": Case(step=naive),
+        "donated": Case(step=dataclasses.replace(naive, donate=True)),
+        "default: donated, block outputs kept": Case(step=step),
+        "aggressive": Case(
+            step=dataclasses.replace(step, overlap="aggressive"), scheduler="aggressive"
+        ),
+        "default with sequence parallelism": Case(
+            step=dataclasses.replace(step, sequence_parallel=True)
+        ),
+    }
+    base = compiler(variants["naive: no donation, no remat"])
+    rows: list[dict[str, Cell]] = []
+    for name, case in variants.items():
+        report = compiler(case)
+        under = 1 - report.peak_bytes / base.peak_bytes
+        rows.append(
+            {"profile": name, "under naive": f"{under:.0%}", **cells(report, base.floor_bytes)}
+        )
+    under = 1 - compiler(variants["aggressive"]).peak_bytes / base.peak_bytes
+    return Section(
+        title=f"memory, llama3-8b, tp 8, batch 4 x 4096, fp32 Adam, {kernel} attention, h100:1x8",
+        rows=rows,
+        thresholds=[(f"aggressive at least 30% under naive: {under:.0%}", under >= 0.3)],
+    )
+
+
+def gpt3(compiler: Compiler) -> Section:
+    """Manual tensor parallelism, jaxtp's default and its aggressive profile on GPT-3's layers."""
+    kernel = attention()
+    batch, seq, layers = 4, 2048, 12
+    step = StepOptions(
+        model="gpt3-175b", batch=batch, seq=seq, layers=layers, attention=kernel, pad_vocab=True
+    )
+    full = dataclasses.replace(step, remat="full")
+    variants = {
+        "manual TP, full recomputation": Case(step=full, peer="megatron"),
+        "manual TP, block outputs kept": Case(step=step, peer="megatron"),
+        "jaxtp default": Case(step=step),
+        "jaxtp aggressive": Case(
+            step=dataclasses.replace(step, overlap="aggressive"), scheduler="aggressive"
+        ),
+    }
+    rates: dict[str, float] = {}
+    rows: list[dict[str, Cell]] = []
+    first: Report | None = None
+    for name, case in variants.items():
+        report = compiler(case)
+        half = compiler(dataclasses.replace(case, step=dataclasses.replace(case.step, layers=6)))
+        # Time is linear in the depth: the difference of the two is the price of six layers.
+        slope = (report.step_seconds_modelled - half.step_seconds_modelled) / (layers - 6)
+        rates[name] = batch / (report.step_seconds_modelled + (96 - layers) * slope)
+        first = first or report
+        rows.append(
+            {
+                "plan": name,
+                "samples/s at 96": round(rates[name], 3),
+                "throughput": f"{rates[name] / next(iter(rates.values())) - 1:+.1%}",
+                "GB per GPU": round(report.peak_bytes / 1e9, 2),
+                "memory": f"{report.peak_bytes / first.peak_bytes - 1:+.1%}",
+                **cells(report, report.floor_bytes),
+            }
+        )
+    for name, (throughput, space) in AUTOTP.items():
+        blank = {key: "" for key in rows[0]}
+        rows.append(
+            {**blank, "plan": f"published: {name}", "throughput": throughput, "memory": space}
+        )
+    manual, best = rates["manual TP, block outputs kept"], rates["jaxtp aggressive"]
+    default = rates["jaxtp default"]
+    return Section(
+        title=f"gpt3-175b, {layers} of 96 layers, tp 8, batch {batch} x {seq}, {kernel} attention",
+        rows=rows,
+        thresholds=[
+            (
+                f"default no slower than manual: {default / manual - 1:+.1%}",
+                default >= manual * 0.999,
+            ),
+            (f"aggressive faster than default: {best / default - 1:+.1%}", best > default),
+        ],
+        notes=[
+            f"{layers} layers in fp32 with Adam are what fits; samples/s are scaled to 96 by the "
+            "modelled time of one layer, as if the memory were there",
+            "manual TP: specs by hand, constraints at the residual stream, heads and MLP, donation",
+            "AutoTP's figures are its authors', on other hardware, against a manual plan of theirs",
+        ],
+    )
+
+
+SECTIONS: Mapping[str, Callable[[Compiler], Section]] = {
+    "floor": floor,
+    "replicas": replicas,
+    "overlap": overlap,
+    "memory": memory,
+    "gpt3": gpt3,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """What to compile."""
+
+    as_json: Annotated[Flag, tyro.conf.arg(name="json")] = False
+    """Print JSON instead of tables."""
+
+    only: Literal["", "floor", "replicas", "overlap", "memory", "gpt3"] = ""
+    """One section; default: all."""
+
+
+def shown(section: Section) -> Iterator[Table | str]:
+    """A section for a terminal."""
+    table = Table(title=section.title, title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
+    for column in section.rows[0]:
+        left = isinstance(section.rows[0][column], str)
+        table.add_column(column, justify="left" if left else "right", no_wrap=True)
+    for row in section.rows:
+        table.add_row(*(str(cell) for cell in row.values()))
+    yield table
+    for text, reached in section.thresholds:
+        yield f"{'reached    ' if reached else 'NOT REACHED'}  {text}"
+    for note in section.notes:
+        yield f"note         {note}"
+
+
+def main(options: Options) -> None:
+    """Compiles and tabulates, section by section."""
+    console = Console(width=max(Console().width, 180), highlight=False, markup=False)
+    compiler = Compiler(console=Console(stderr=True))
+    found: dict[str, Section] = {}
+    for name, section in SECTIONS.items():
+        if options.only in ("", name):
+            found[name] = section(compiler)
+            for part in shown(found[name]) if not options.as_json else ():
+                console.print(part)
+    if options.as_json:
+        print(json.dumps({name: dataclasses.asdict(one) for name, one in found.items()}, indent=1))
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))

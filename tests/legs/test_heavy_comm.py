@@ -1,0 +1,42 @@
+"""Every threshold of `scripts/bench_comm.py`, on programs of the real width and depth.
+
+python -m pytest tests/legs/test_heavy_comm.py
+
+About fifty programs for 8 and 256 GPUs; half an hour on two cores. cuDNN attention is compiled
+where the package nvidia-cudnn-cu12 is installed.
+"""
+
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+import bench_comm
+
+
+@pytest.fixture(scope="module")
+def compiler():
+    return bench_comm.Compiler(console=Console(stderr=True))
+
+
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("name", ["floor", "replicas", "memory", "gpt3"])
+def test_thresholds_are_reached(name, compiler):
+    section = bench_comm.SECTIONS[name](compiler)
+    assert section.thresholds
+    assert [text for text, reached in section.thresholds if not reached] == []
+
+
+def test_a_hand_written_plan_is_no_better_and_a_naive_one_is_far_worse(compiler):
+    rows = bench_comm.floor(compiler).rows  # compiled already
+    for model, _, _ in bench_comm.SHAPES:
+        found = {row["plan"]: row for row in rows if row["model"] == model and row["tp"] == 8}
+        ours, largest = found["jaxtp"], found["largest"]
+        assert ours["wire GiB"] <= found["megatron"]["wire GiB"]
+        assert ours["ms"] <= found["megatron"]["ms"] * 1.001
+        assert (
+            largest["wire GiB"] > ours["wire GiB"] * 1.2 or largest["peak GiB"] > ours["peak GiB"]
+        )
+        assert found["replicated"]["ms"] > ours["ms"] * 2
