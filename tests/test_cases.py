@@ -335,6 +335,14 @@ FUSED = [
     ),
     case("F11", mla(2048, 16, 1536, 512), 8, LATENT),
     case("F11-128", mla(7168, 128, 1536, 512), 8, LATENT),
+    case(
+        "F11-indexer",  # one narrow key beside the latent heads is no set of heads
+        mla(2048, 16, 1536, 512)
+        | {"attn/indexer/wk/kernel": (2048, 128), "attn/indexer/k_norm/scale": (128,)},
+        8,
+        LATENT | {"attn/indexer/wk/kernel": "P()", "attn/indexer/k_norm/scale": "P()"},
+        heads=16,
+    ),
     case("F11-given", mla(2048, 16, 1536, 512), 8, LATENT, heads=16),
     case(
         "F12",
@@ -394,6 +402,25 @@ EXPERTS = [
         experts(8, 512, 512) | {"mlp/experts/up_proj_bias": (8, 512)},
         4,
         {"mlp/experts/up_proj_bias": "P(tp, -)"},
+    ),
+    case(
+        "E3-shared",  # a shared expert as wide as the others, at the same node
+        norm(512)
+        | {
+            "ffw/w_router": (512, 8),
+            "ffw/we_up": (8, 512, 256),
+            "ffw/we_down": (8, 256, 512),
+            "ffw/ws_up": (512, 256),
+            "ffw/ws_down": (256, 512),
+        },
+        4,
+        {
+            "ffw/w_router": "P()",
+            "ffw/we_up": "P(tp, -, -)",
+            "ffw/we_down": "P(tp, -, -)",
+            "ffw/ws_up": "P(-, tp)",
+            "ffw/ws_down": "P(tp, -)",
+        },
     ),
     case(
         "E3-rows",  # experts one after another in rows

@@ -89,15 +89,18 @@ def models(draw):
     return tree, units, sizes
 
 
-JUNK = st.dictionaries(
-    st.lists(
-        st.sampled_from(["a", "0", "attn", "q", "k", "o", "kernel", "mlp", "up", "bias", "embed"]),
-        min_size=1,
-        max_size=4,
-    ).map("/".join),
+PARTS = "a 0 1 attn q k v o qkv mlp experts moe router gate up down wi wo embed norm kernel bias"
+JUNK_SHAPES = st.one_of(
+    st.sampled_from(
+        [(8, 64), (64, 8), (64, 64), (3, 8, 64), (3, 64, 8), (64, 3), (2, 8, 64), (64,)]
+    ),
     st.lists(st.sampled_from([1, 2, 3, 5, 8, 12, 64, 96]), max_size=5).map(tuple),
+)
+JUNK = st.dictionaries(
+    st.lists(st.sampled_from(PARTS.split()), min_size=1, max_size=4).map("/".join),
+    JUNK_SHAPES,
     min_size=1,
-    max_size=12,
+    max_size=14,
 )
 
 TREES = st.one_of(models().map(lambda m: m[0]), JUNK)

@@ -17,6 +17,9 @@ from jaxtp.rules.roles import Placement, Role, Source, Vote
 from jaxtp.rules.words import ATTENTION, ENTERS_ATTENTION, Word, head_norm
 
 KV_WORDS = frozenset({Word.K, Word.V, Word.KV})
+NARROWEST_HEAD = 8
+"""No head is narrower, in elements: the product of queries and keys needs a multiple of 8."""
+
 PARTED = frozenset({Word.QKV, Word.KV, Word.QKV_PER_HEAD})
 
 
@@ -187,7 +190,7 @@ def _head_vote(name: str, slot: Slot, found: Heads) -> Vote:
     units = found.kv_units if word in KV_WORDS else found.query_units
     count = math.prod(units)
     role = Role.ROW if word is Word.O else Role.COLUMN_BIAS if slot.leaf.name.bias else Role.COLUMN
-    if slot.size % count:
+    if slot.size % count or not _holds(slot, found):
         return Vote(
             slot.leaf.param.path,
             Source.NAMES,
@@ -201,11 +204,17 @@ def _head_vote(name: str, slot: Slot, found: Heads) -> Vote:
     return Vote(slot.leaf.param.path, Source.NAMES, role, reason, (placement,), name)
 
 
+def _holds(slot: Slot, found: Heads) -> bool:
+    """Whether a flat kernel is wide enough for these heads; one head of an indexer is not."""
+    count = found.kv if slot.leaf.name.word in KV_WORDS else found.query
+    return slot.leaf.name.bias or slot.head_dim > 0 or slot.size >= NARROWEST_HEAD * count
+
+
 def _norm_votes(node: str, norms: list[Leaf], slots: list[Slot], found: Heads) -> Iterator[Vote]:
     """A norm over all heads at once follows them; one as wide as a head is whole everywhere."""
-    kernels = [s for s in slots if not s.leaf.name.bias and not s.head_dim]
+    kernels = [s for s in slots if not s.leaf.name.bias and not s.head_dim and _holds(s, found)]
     for norm in norms:
-        kind = head_norm(norm.nodes[0])
+        kind = head_norm(norm.name.stem)
         words = KV_WORDS if kind.startswith("k") else {Word.Q}
         widths = {s.size for s in kernels if s.leaf.name.word in words}
         if not kind or math.prod(norm.sizes) not in widths:

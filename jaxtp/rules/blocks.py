@@ -95,8 +95,8 @@ def read(params: Mapping[str, Param], dims: ModelDims) -> Block:
     _mark_stacks(leaves.values(), norms, streams, dims)
     near: defaultdict[str, set[int]] = defaultdict(set)
     for norm in norms:
-        ours = len(norm.sizes) == 1 and not words.head_norm(norm.nodes[0])
-        for node in norm.nodes[1:] if ours else ():
+        ours = len(norm.sizes) == 1 and not words.head_norm(norm.name.stem)
+        for node in _around(norm) if ours else ():
             near[node].add(norm.sizes[0])
     widths = frozenset(near.get("", ()))
     return Block(
@@ -117,6 +117,12 @@ def ancestors(path: str) -> tuple[str, ...]:
     """
     parts = path.split("/")[:-1]
     return tuple("/".join(parts[:n]) for n in range(len(parts), -1, -1))
+
+
+def _around(norm: Leaf) -> tuple[str, ...]:
+    """Nodes above a norm, without the module that is the norm itself."""
+    own = norm.name.stem == norm.nodes[0]
+    return norm.nodes[1:] if own else norm.nodes
 
 
 def lowest_common(
@@ -152,7 +158,7 @@ def _attention_nodes(params: Mapping[str, Param]) -> frozenset[str]:
     children: defaultdict[str, set[Word]] = defaultdict(set)
     for path in params:
         parts = path.split("/")
-        for i in range(max(1, len(parts) - 2), len(parts)):
+        for i in range(max(0, len(parts) - 2), len(parts)):
             children["/".join(parts[:i])].add(words.attention_word(parts[i]))
     return frozenset(n for n, found in children.items() if {Word.Q, Word.K, Word.V} <= found)
 
@@ -182,10 +188,9 @@ def _mark_stacks(
         for d, size in enumerate(leaf.param.shape)
     }
     stacks: dict[str, tuple[int, int]] = {}
-    # nodes[0] is the norm module itself; what it normalises for are its siblings.
-    scales = [n for n in norms if len(n.param.shape) == 2 and len(n.nodes) > 1]
+    scales = [n for n in norms if len(n.param.shape) == 2]
     for norm in sorted(scales, key=lambda n: not streams & set(n.param.shape)):
-        shape, node = norm.param.shape, norm.nodes[1]
+        shape, node = norm.param.shape, _around(norm)[0]
         if any(n in stacks and shape[stacks[n][0]] == stacks[n][1] for n in norm.nodes):
             continue
         known = next((d for d in (1, 0) if shape[d] in streams), None)

@@ -129,7 +129,8 @@ def _shared_units(claims: list[Claim]) -> Group:
             p if p is None or len(leads[i]) == 1 else Placement(p.dim, (math.gcd(*leads[i]),))
             for i, p in enumerate(claim.vote.placements)
         )
-        members.append(Member(claim, choices or (None,) * width, claim.param.num_bytes))
+        choices += (None,) * (width - len(choices))
+        members.append(Member(claim, choices, claim.param.num_bytes))
     return members
 
 

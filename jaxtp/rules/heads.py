@@ -112,7 +112,7 @@ def _norm_width(norms: Iterable[Leaf], query: int) -> int:
     sizes = [
         set(norm.sizes)
         for norm in norms
-        if head_norm(norm.nodes[0]) and not low_rank(norm.nodes[0])
+        if head_norm(norm.name.stem) and not low_rank(norm.name.stem)
     ]
     # As wide as all heads together it says nothing about one of them.
     widths = {w for w in set.intersection(*sizes) if w < query} if sizes else set[int]()

@@ -215,8 +215,8 @@ def _pair_votes(
     routed: set[int],
     biases: dict[str, list[Leaf]],
 ) -> Iterator[Vote]:
-    group = f"{node}:mlp:{inner}"
     count = members[0].count
+    group = f"{node}:mlp:{inner}" + (f":{count}" if count else "")
     named = all(m.leaf.name.experts for m in members)
     experts = count if count and (named or count == block.dims.experts or count in routed) else 0
     partners = ", ".join(m.leaf.name.stem.removeprefix(f"{node}/") for m in members[:3])

@@ -52,7 +52,7 @@ def _recurrent(block: Block) -> Iterator[Vote]:
 
 def _whole(leaf: Leaf, routed: set[str]) -> Vote:
     """What is kept whole for a reason, or for want of one."""
-    word, rank = leaf.name.word, len(leaf.sizes)
+    word, rank = leaf.name.word, sum(n > 1 for n in leaf.sizes)
     if word is Word.IN and rank == 2 and routed & set(leaf.nodes[1:2]):
         word = Word.ROUTER  # a "gate" beside experts, without a partner of its own
     if word in WHOLE:

@@ -74,7 +74,7 @@ FUSED = frozenset({Word.QKV, Word.IN_FUSED})
 # the ends of one path part; `\b` also holds at `_`, since parts are spelled with spaces for
 # matching.
 ANYWHERE: tuple[tuple[str, Word], ...] = (
-    (r"\bnorm|norm\b|\bln\b|\bln ?\d|layer ?norm|\bbn\b|\bbatch ?stats", Word.NORM),
+    (r"\bnorm|norm\b|\bln\b|\bln ?[\df]|layer ?norm|\bgamma\b|\bbn\b|batch ?stats", Word.NORM),
     (r"\blora\b|\badapter\b", Word.LOW_RANK),
     (r"\brel|\brelative|\bt5 bias|alibi|\bsinks?\b", Word.HEAD_TABLE),
     (r"\bpos|position|\bwpe\b|token type|segment|\btype emb|timestep|time emb", Word.POSITION),
@@ -97,6 +97,7 @@ IN_ATTENTION: tuple[tuple[str, Word], ...] = (
     (r"^(w ?q|q|query|to q|q proj)\b", Word.Q),
     (r"^(w ?k|k|key|to k)\b", Word.K),
     (r"^(w ?v|v|value|to v)\b", Word.V),
+    (r"\bgate\b", Word.NONE),
     (r"^(w ?o|o|out|output|to out|dense|proj|projection|c proj|attn vec|linear|post)\b", Word.O),
 )
 
@@ -152,15 +153,20 @@ def attention_word(part: str) -> Word:
     return _match(IN_ATTENTION, spaced(part).removesuffix(" bias").strip())
 
 
-def head_norm(node: str) -> str:
-    """For a norm of queries or keys, the part of its name that says so; "" for other norms."""
-    found = re.search(r"\b(query|key|q|kv?)\b", spaced(node.rpartition("/")[2]))
+def head_norm(stem: str) -> str:
+    """For a norm of queries or keys, the part of its name that says so; "" for other norms.
+
+    >>> head_norm("attn/q_layernorm/norms/0"), head_norm("layer/0/norm1")
+    ('q', '')
+    """
+    near = [spaced(part) for part in stem.split("/") if not part.isdigit()][-2:]
+    found = re.search(r"\b(query|key|q|kv?)\b", " / ".join(near))
     return found[0] if found else ""
 
 
-def low_rank(node: str) -> bool:
+def low_rank(stem: str) -> bool:
     """Whether a norm belongs to a low-rank projection rather than to heads."""
-    return attention_word(node.rpartition("/")[2]) in (Word.LOW_RANK, Word.KV)
+    return attention_word(stem.rpartition("/")[2]) in (Word.LOW_RANK, Word.KV)
 
 
 def read(path: str, attention: frozenset[str] = frozenset()) -> Name:
@@ -184,7 +190,8 @@ def read(path: str, attention: frozenset[str] = frozenset()) -> Name:
     context = "/".join(modules)
     experts = bool(EXPERT_BLOCK.search(context)) and not SHARED_EXPERT.search(context)
     near = range(max(0, len(modules) - 3), len(modules))
-    inside = any(
+    inside = len(modules) == 1 and "" in attention
+    inside = inside or any(
         ATTENTION_BLOCK.search(modules[i]) or (attention and "/".join(raw[: i + 1]) in attention)
         for i in near
     )
