@@ -6,7 +6,7 @@ from planning import attention, norms, plan, specs, structs
 from jaxtp import trees
 from jaxtp.errors import ConflictingDecisions
 from jaxtp.mesh.axes import MeshShape
-from jaxtp.rules import blocks, fallback, heads, names, resolve, words
+from jaxtp.rules import blocks, fallback, heads, names, reading, resolve
 from jaxtp.rules.dims import ModelDims
 from jaxtp.rules.roles import Placement, Role, Source, Vote
 from jaxtp.rules.words import Word
@@ -64,7 +64,7 @@ def roles(shapes, **dims):
     ],
 )
 def test_what_a_name_says(path, word):
-    assert words.read(path).word is word
+    assert reading.read(path).word is word
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_what_a_name_says(path, word):
     ],
 )
 def test_a_bias_and_its_kernel_share_a_stem(path, bias, stem):
-    name = words.read(path)
+    name = reading.read(path)
     assert (name.bias, name.stem) == (bias, stem)
 
 
@@ -92,7 +92,7 @@ def test_a_bias_and_its_kernel_share_a_stem(path, bias, stem):
     ],
 )
 def test_who_sits_among_experts(path, experts):
-    assert words.read(path).experts is experts
+    assert reading.read(path).experts is experts
 
 
 def test_attention_is_known_by_its_children():

@@ -13,8 +13,9 @@ from jaxtp.errors import SizeMismatch, join
 from jaxtp.rules import heads
 from jaxtp.rules.blocks import Block, Leaf, ancestors, lowest_common
 from jaxtp.rules.heads import Heads
+from jaxtp.rules.reading import head_norm
 from jaxtp.rules.roles import Placement, Role, Source, Vote
-from jaxtp.rules.words import ATTENTION, ENTERS_ATTENTION, Word, head_norm
+from jaxtp.rules.words import ATTENTION, ENTERS_ATTENTION, Word
 
 KV_WORDS = frozenset({Word.K, Word.V, Word.KV})
 NARROWEST_HEAD = 8

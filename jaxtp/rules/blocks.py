@@ -8,9 +8,10 @@ import dataclasses
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 
-from jaxtp.rules import words
+from jaxtp.rules import reading
 from jaxtp.rules.dims import ModelDims
-from jaxtp.rules.words import Name, Word
+from jaxtp.rules.reading import Name
+from jaxtp.rules.words import Word
 from jaxtp.trees import Param
 
 
@@ -78,7 +79,7 @@ def read(params: Mapping[str, Param], dims: ModelDims) -> Block:
     leaves = {
         path: Leaf(
             param,
-            words.read(path, attention),
+            reading.read(path, attention),
             ancestors(path),
             tuple(range(len(param.shape))),
             param.shape,
@@ -95,7 +96,7 @@ def read(params: Mapping[str, Param], dims: ModelDims) -> Block:
     _mark_stacks(leaves.values(), norms, streams, dims)
     near: defaultdict[str, set[int]] = defaultdict(set)
     for norm in norms:
-        ours = len(norm.sizes) == 1 and not words.head_norm(norm.name.stem)
+        ours = len(norm.sizes) == 1 and not reading.head_norm(norm.name.stem)
         for node in _around(norm) if ours else ():
             near[node].add(norm.sizes[0])
     widths = frozenset(near.get("", ()))
@@ -159,7 +160,7 @@ def _attention_nodes(params: Mapping[str, Param]) -> frozenset[str]:
     for path in params:
         parts = path.split("/")
         for i in range(max(0, len(parts) - 2), len(parts)):
-            children["/".join(parts[:i])].add(words.attention_word(parts[i]))
+            children["/".join(parts[:i])].add(reading.attention_word(parts[i]))
     return frozenset(n for n, found in children.items() if {Word.Q, Word.K, Word.V} <= found)
 
 

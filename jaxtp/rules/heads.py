@@ -9,7 +9,8 @@ from collections.abc import Iterable
 
 from jaxtp.rules.blocks import Block, Leaf
 from jaxtp.rules.dims import ModelDims
-from jaxtp.rules.words import Word, head_norm, low_rank
+from jaxtp.rules.reading import head_norm, low_rank
+from jaxtp.rules.words import Word
 
 COMMON_HEAD_DIMS = (128, 64)
 """Assumed head widths when nothing tells them: those of almost all published decoders."""

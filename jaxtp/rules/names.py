@@ -9,8 +9,9 @@ from collections.abc import Iterator, Mapping
 from jaxtp.rules import attention, blocks, mlp, vocab
 from jaxtp.rules.blocks import Block, Leaf
 from jaxtp.rules.dims import ModelDims
+from jaxtp.rules.reading import spaced
 from jaxtp.rules.roles import Role, Source, Vote
-from jaxtp.rules.words import RECURRENT, Word, spaced
+from jaxtp.rules.words import RECURRENT, Word
 from jaxtp.trees import Param
 
 WHOLE: dict[Word, tuple[Role, str]] = {

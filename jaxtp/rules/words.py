@@ -1,7 +1,7 @@
 """What names mean: all the name knowledge there is, as data.
 
-Stage in: one path. Stage out: its `Word`. Shapes are read elsewhere (`names.py`): a name says what
-a parameter is for, never which dim of it is which.
+Stage in: nothing. Stage out: `Word` and the patterns behind it, which `reading.py` applies. A name
+says what a parameter is for, never which dim of it is which: shapes tell that.
 
 Sources of the vocabulary: the module names of Flax (`MultiHeadDotProductAttention`, `Dense`), of
 Hugging Face transformers, Megatron-LM, T5/t5x/MaxText and the Gemma reference code.
@@ -9,8 +9,6 @@ Hugging Face transformers, Megatron-LM, T5/t5x/MaxText and the Gemma reference c
 
 import re
 from enum import StrEnum
-from functools import cache
-from typing import NamedTuple
 
 LEAVES = frozenset(
     [
@@ -113,112 +111,3 @@ EXPERT_BLOCK = re.compile(r"\bexperts?\b|\bmoe\b|\bmixture\b|sparse moe")
 SHARED_EXPERT = re.compile(r"shared experts?")
 RECURRENT = re.compile(r"^a log$|^time (decay|mix)")
 """Parameters that only recurrent mixers have: state-space models, gated delta nets, RWKV."""
-
-
-class Name(NamedTuple):
-    """One path, read.
-
-    Attributes:
-        word: What it is for.
-        bias: Whether the leaf is a bias or a norm's offset.
-        experts: Whether it sits among stacked or listed experts.
-        stem: The path without what says only the kind of array, so that a bias and its kernel
-            agree.
-    """
-
-    word: Word
-    bias: bool
-    experts: bool
-    stem: str
-
-
-@cache
-def spaced(part: str) -> str:
-    """A path part in lower case with spaces between its words.
-
-    >>> spaced("MultiHeadDotProductAttention_0"), spaced("q_proj"), spaced("dense_h_to_4h")
-    ('multi head dot product attention 0', 'q proj', 'dense h to 4h')
-    """
-    part = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", part)
-    return re.sub(r"[_\-. ]+", " ", part).strip().lower()
-
-
-@cache
-def _match(rules: tuple[tuple[str, Word], ...], text: str) -> Word:
-    return next((word for pattern, word in rules if re.search(pattern, text)), Word.NONE)
-
-
-def attention_word(part: str) -> Word:
-    """What one path part would mean inside attention."""
-    return _match(IN_ATTENTION, spaced(part).removesuffix(" bias").strip())
-
-
-def head_norm(stem: str) -> str:
-    """For a norm of queries or keys, the part of its name that says so; "" for other norms.
-
-    >>> head_norm("attn/q_layernorm/norms/0"), head_norm("layer/0/norm1")
-    ('q', '')
-    """
-    near = [spaced(part) for part in stem.split("/") if not part.isdigit()][-2:]
-    found = re.search(r"\b(query|key|q|kv?)\b", " / ".join(near))
-    return found[0] if found else ""
-
-
-def low_rank(stem: str) -> bool:
-    """Whether a norm belongs to a low-rank projection rather than to heads."""
-    return attention_word(stem.rpartition("/")[2]) in (Word.LOW_RANK, Word.KV)
-
-
-def read(path: str, attention: frozenset[str] = frozenset()) -> Name:
-    """What the names in a path say.
-
-    The module's own name is read first, then, where it is generic ("dense", "output", a number),
-    the module around it.
-
-    Args:
-        path: A parameter's path.
-        attention: Paths of nodes known to be attention by their children.
-
-    >>> read("h/0/attn/c_proj/kernel").word, read("h/0/mlp/c_proj/kernel").word
-    (<Word.O: 'attention output'>, <Word.OUT: 'out of the MLP'>)
-    """
-    raw = path.split("/")
-    parts = [spaced(p) for p in raw]
-    leaf = parts[-1]
-    modules = parts[:-1] if leaf in LEAVES and len(parts) > 1 else parts
-    bias = leaf in BIASES or leaf.endswith(" bias")
-    context = "/".join(modules)
-    experts = bool(EXPERT_BLOCK.search(context)) and not SHARED_EXPERT.search(context)
-    near = range(max(0, len(modules) - 3), len(modules))
-    inside = len(modules) == 1 and "" in attention
-    inside = inside or any(
-        ATTENTION_BLOCK.search(modules[i]) or (attention and "/".join(raw[: i + 1]) in attention)
-        for i in near
-    )
-    stem = "/".join(raw[: len(modules)])
-    stem = re.sub(r"[_.]?bias$", "", stem) if bias else stem
-    return Name(_word(modules, leaf, inside), bias, experts, stem)
-
-
-def _word(modules: list[str], leaf: str, in_attention: bool) -> Word:
-    own = [m for m in modules if not m.isdigit()][-2:]
-    name = own[-1].removesuffix(" bias").strip() if own else leaf
-    word = _match(ANYWHERE, name)
-    if len(own) > 1 and name in GENERIC and _match(ANYWHERE, own[-2]) is Word.ROUTER:
-        word = Word.ROUTER
-    if word is Word.TOKENS and leaf == "kernel":
-        return Word.CONV  # a table is looked up, never multiplied: this embeds patches
-    if word is not Word.NONE:
-        return word
-    if in_attention:
-        word = _match(IN_ATTENTION, name)
-        # Megatron-LM's self_attention.query_key_value holds (heads, 3, head_dim); elsewhere the
-        # name says nothing about the order.
-        if word is Word.QKV and own[-2:] == ["self attention", "query key value"]:
-            return Word.QKV_PER_HEAD
-        if word is not Word.NONE:
-            return word
-    if len(own) > 1 and re.search(r"^(lm head|predictions|cls)$", own[-2]):
-        return Word.HEAD
-    word = _match(IN_MLP, name)
-    return word if word is not Word.NONE or len(own) < 2 else _match(IN_MLP, own[-2])
