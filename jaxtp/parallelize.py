@@ -66,7 +66,8 @@ def parallelize(fn: F, plan: Plan, mesh: Mesh | AbstractMesh | None = None) -> F
             return fn(rebuild(tree), *args, **keywords)
 
         closed, shapes = jax.make_jaxpr(pure, return_shape=True)(plain, *inputs)
-        analysis = analyse_jaxpr(closed, [path for path, _ in leaves(plain)])
+        paths = [plan[path].path for path, _ in leaves(plain)]
+        analysis = analyse_jaxpr(closed, paths)
         placer = _Placer(analysis, plan, _own_mesh(plan, mesh))
         results = placer.run(analysis.scope, closed.consts, jax.tree.leaves((plain, *inputs)))
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
@@ -274,7 +275,7 @@ class _Placer:
             FREE if isinstance(e, tuple) and size % self._plan.mesh.ways(e) else e
             for e, size in zip(entries, x.shape, strict=True)
         ]
-        if not any(isinstance(e, tuple) for e in fitted):
+        if all(not isinstance(e, tuple) or self._plan.mesh.ways(e) == 1 for e in fitted):
             return x
         return jax.lax.with_sharding_constraint(
             x, NamedSharding(self._mesh, PartitionSpec(*fitted))
@@ -299,7 +300,7 @@ class _Placer:
         return again(*operands)
 
     def scan(self, equation: Any, calls: list[Scope], operands: list[Any]) -> list[Any]:
-        """`lax.scan`. Which operands are carried shows in the ranks; parameters change by version."""
+        """`lax.scan`; which operands are carried shows in the ranks, under any version of JAX."""
         params, body = equation.params, calls[0].jaxpr
         num_rows = _same_rank(equation.invars, body.invars).count(False)
         num_carry = _same_rank(equation.outvars, body.outvars).count(True)

@@ -85,7 +85,7 @@ def shared(
     x: Any,
     w: Any,
 ) -> Any:
-    """A product by a weight that several devices hold a copy of: key heads fewer than tensor devices.
+    """A product by a weight of which several devices hold a copy: fewer key heads than devices.
 
     Forward it is the plain product. Backward, the copies' cotangents of `x` are taken apart, one
     part of each copy, so that they are partial sums over all of the tensor axis like the query's:
