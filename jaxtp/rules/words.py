@@ -66,7 +66,6 @@ ATTENTION = frozenset(
     | {Word.LOW_RANK, Word.Q_UP, Word.KV_UP}
 )
 ENTERS_ATTENTION = ATTENTION - {Word.O, Word.LOW_RANK}
-FUSED = frozenset({Word.QKV, Word.IN_FUSED})
 
 # Rules are tried in this order on the module's own name, lower case, digits kept. `^` and `$` are
 # the ends of one path part; `\b` also holds at `_`, since parts are spelled with spaces for
@@ -74,8 +73,11 @@ FUSED = frozenset({Word.QKV, Word.IN_FUSED})
 ANYWHERE: tuple[tuple[str, Word], ...] = (
     (r"\bnorm|norm\b|\bln\b|\bln ?[\df]|layer ?norm|\bgamma\b|\bbn\b|batch ?stats", Word.NORM),
     (r"\blora\b|\badapter\b", Word.LOW_RANK),
-    (r"\brel|\brelative|\bt5 bias|alibi|\bsinks?\b", Word.HEAD_TABLE),
-    (r"\bpos|position|\bwpe\b|token type|segment|\btype emb|timestep|time emb", Word.POSITION),
+    (r"\brel\b|\brelpos|\brelative|\bt5 bias|alibi|\bsinks?\b", Word.HEAD_TABLE),
+    (
+        r"\bpos(emb\w*)?\b|position|\bwpe\b|token type|segment|\btype emb|timestep|time emb",
+        Word.POSITION,
+    ),
     (r"conv(?!1d)|patch|\bstem\b", Word.CONV),
     (r"\brouter\b|\bgate weight|^gating$|expert gate", Word.ROUTER),
     (
