@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
 from jaxtp import trees
@@ -22,7 +21,7 @@ from jaxtp.rules.graph.facts import Finding, Opaque
 from jaxtp.rules.graph.handlers import HANDLERS, SIGNATURES, VIEWS
 from jaxtp.rules.graph.regions import Regions
 from jaxtp.rules.graph.report import Reporter
-from jaxtp.rules.graph.walk import Index, Kind, Scope, Value, Walk
+from jaxtp.rules.graph.walk import Index, Kind, Scope, Value, Walk, is_integer
 
 MIN_VOCAB = 1024
 """Rows below which a vocabulary is not worth an all-reduce: a price, not a fact."""
@@ -129,10 +128,9 @@ class Analysis:
     def _dim_class(self, dim: Dim) -> DimClass:
         regions, evidence = self._regions, self._regions.evidence
         parts = regions.parts(dim)
-        split = {atom: region for region in regions.chosen for atom in region.classes}
-        if all(part.lead and part.lead[0] in split for part in parts):
-            option = regions.option(0, parts)
-            group = split[parts[0].lead[0]].name
+        option = regions.option(0, parts)
+        if option and all(part.lead[0] in regions.split for part in parts):
+            group = regions.split[parts[0].lead[0]].name
             return DimClass("region", group, option.units, option.classes, option.pieces)
         atoms = resolve(dim)
         if atoms and atoms[0] in evidence.streams:
@@ -172,7 +170,11 @@ def analyse(
         BadTree: TP046, if `params` is no tree of arrays.
     """
     plain, rebuild = trees.as_pytree(params)
-    closed = _trace(lambda tree, *args: fn(rebuild(tree), *args), plain, *inputs)
+
+    def arrays(tree: Any, *args: Any) -> list[Any]:
+        return [x for x in jax.tree.leaves(fn(rebuild(tree), *args)) if hasattr(x, "dtype")]
+
+    closed = _trace(arrays, plain, *inputs)
     paths = [path for path, _ in trees.leaves(plain)]
     return analyse_jaxpr(closed, paths, min_vocab=min_vocab, signatures=signatures)
 
@@ -195,7 +197,7 @@ def analyse_jaxpr(
     walk = Walk(HANDLERS, control.default, VIEWS, {**SIGNATURES, **(signatures or {})})
     values: list[Value] = []
     for path, var in itertools.zip_longest(paths, closed.jaxpr.invars):
-        is_index = path is None and jnp.issubdtype(var.aval.dtype, jnp.integer)
+        is_index = path is None and is_integer(var.aval)
         values.append(
             walk.new(
                 var.aval,

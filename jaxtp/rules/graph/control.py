@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtp.rules.graph.classes import Dims
 from jaxtp.rules.graph.facts import Choice, Offset, Residual, Whole
 from jaxtp.rules.graph.products import attention
-from jaxtp.rules.graph.walk import Kind, Result, Value, Walk, shape_of
+from jaxtp.rules.graph.walk import Kind, Result, Value, Walk, bare, shape_of
 
 # One result of an operand's shape, and yet not elementwise.
 MIXING = frozenset(
@@ -28,6 +28,11 @@ MIXING = frozenset(
 SAME_INDEX = frozenset(
     ["add", "sub", "max", "min", "clamp", "select_n", "eq", "ne", "lt", "le", "gt", "ge"]
 )
+
+
+# How many residual sums a search goes back through. A branch holds few; a search that meets more
+# has left its block, and giving up keeps the work linear in the number of blocks.
+MAX_INNER_SUMS = 4
 
 
 def elementwise(walk: Walk, equation: Any, inputs: Sequence[Value]) -> list[Result]:
@@ -93,27 +98,27 @@ def _branch(end: Value, origins: set[Value]) -> tuple[Dims, ...] | None:
 
     That makes the sum of the two residual; GELU's x + c x^3 and the rotary sum have no kernel in
     between. The search goes back along the stream at earlier sums, never into their branches: a
-    mask added to the scores of every layer is no residual although later scores depend on it. So
-    the work per sum stays about one block.
+    mask added to the scores of every layer is no residual although later scores depend on it.
 
     Returns:
         The dims of the residual sums inside the branch, or None.
     """
     oldest = min((origin.order for origin in origins), default=end.order)
     inside, seen, found = list[Dims](), set[tuple[Value, bool]](), False
-    pending = [(end, False)]
+    pending = [(end, False, 0)]
     while pending:
-        value, through_kernel = pending.pop()
-        if (value, through_kernel) in seen or value.order < oldest:
+        value, through_kernel, sums = pending.pop()
+        if (value, through_kernel) in seen or value.order < oldest or sums > MAX_INNER_SUMS:
             continue
         seen.add((value, through_kernel))
         if value in origins:
             found |= through_kernel
             continue
+        before = value.parents
         if value.skip is not None:
             inside.append(value.dims)
-        before = value.parents if value.skip is None else (value.skip,)
-        pending.extend((parent, through_kernel or value.kernel) for parent in before)
+            before, sums = (value.skip,), sums + 1
+        pending.extend((parent, through_kernel or value.kernel, sums) for parent in before)
     return tuple(inside) if found else None
 
 
@@ -121,15 +126,13 @@ def _is_float(value: Value) -> bool:
     return jnp.issubdtype(value.aval.dtype, jnp.floating)
 
 
-def inner_jaxpr(equation: Any) -> Any:
+def _inner_jaxpr(equation: Any) -> Any:
     """The jaxpr in an equation's parameters that takes its operands as they are, or None."""
     for param in equation.params.values():
-        body = getattr(param, "jaxpr", param)
+        body = bare(param)
         if hasattr(body, "eqns") and hasattr(body, "outvars"):
-            shapes = [
-                [shape_of(var.aval) for var in side]
-                for side in (body.invars, equation.invars, body.outvars, equation.outvars)
-            ]
+            sides = (body.invars, equation.invars, body.outvars, equation.outvars)
+            shapes = [[shape_of(var.aval) for var in side] for side in sides]
             if shapes[0] == shapes[1] and shapes[2] == shapes[3]:
                 return body
     return None
@@ -138,6 +141,8 @@ def inner_jaxpr(equation: Any) -> Any:
 def default(walk: Walk, equation: Any, inputs: Sequence[Value]) -> list[Result]:
     """A primitive without a handler: a declared kernel, a call, elementwise, or no information."""
     params, name = equation.params, equation.primitive.name
+    if not equation.outvars:
+        return []  # a print or an assertion
     kernel = str(params.get("name") or params.get("target_name") or "")
     label = f"{name}:{kernel}" if name in MIXING and kernel else name
     signature = walk.signatures.get(kernel if name in MIXING else name)
@@ -147,7 +152,7 @@ def default(walk: Walk, equation: Any, inputs: Sequence[Value]) -> list[Result]:
         return results or [*walk.give_up(equation, inputs, reason, label)]
     if name in MIXING:
         return [*walk.give_up(equation, inputs, "nothing is known about it", label)]
-    body = inner_jaxpr(equation)
+    body = _inner_jaxpr(equation)
     if body is not None:
         return [*walk.run(body, inputs)]
     shape = shape_of(equation.outvars[0].aval) if len(equation.outvars) == 1 else None
@@ -164,24 +169,21 @@ def _broadcasts(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
     return fits and all(a in (1, b) for a, b in zip(shape, target, strict=True))
 
 
-def _inside(walk: Walk, value: Value, active: bool, dims: Any = None, aval: Any = None) -> Value:
+def _enter(walk: Walk, value: Value, kind: Kind, aval: Any, dims: Dims) -> Value:
     """A value as the body of a loop sees it: same lineage, possibly without its leading dim."""
-    kind = Kind.ACTIVATION if active else value.kind
-    known = {"path": value.path} if kind is Kind.PARAMETER else {}
-    parents = (value,) if value.kind is Kind.ACTIVATION else ()
     return walk.new(
-        aval or value.aval,
+        aval,
         kind,
-        value.dims if dims is None else dims,
-        parents=parents,
+        dims,
+        path=value.path if kind is Kind.PARAMETER else "",
+        parents=(value,) if value.kind is Kind.ACTIVATION else (),
         scores=value.scores,
         index=value.index,
-        **known,
     )
 
 
-def _outside(walk: Walk, aval: Any, value: Value, dims: Any) -> Value:
-    """A loop body's result as the caller sees it."""
+def _leave(walk: Walk, value: Value, aval: Any, dims: Dims) -> Value:
+    """A result of the body as the caller sees it."""
     if value.kind is not Kind.ACTIVATION:
         return walk.new(aval, value.kind, dims, path=value.path)
     return walk.derive(aval, dims, [value], elementwise=True)
@@ -197,10 +199,17 @@ def _loop(
     """Reads a loop body once; what is carried out is what is carried in.
 
     A carry counts as an activation from the start if anything that enters the loop is one: an
-    accumulator of zeros is one after the first step.
+    accumulator of zeros is one after the first step. What the body hands on as it came (weights
+    carried along) stays what it is.
     """
     active = _is_active([*consts, *carry, *rows])
-    held = [_inside(walk, value, active) for value in carry]
+    held: list[Value] = []
+    for place, value in enumerate(carry):
+        kept = body.outvars[place] is body.invars[len(consts) + place]
+        kind = Kind.ACTIVATION if active and not kept else value.kind
+        if kind is not value.kind and value.path:
+            walk.used.add(value.path)
+        held.append(_enter(walk, value, kind, value.aval, value.dims))
     results = walk.run(body, [*consts, *held, *rows])
     for before, after in zip(held, results, strict=False):
         for one, two in zip(before.dims, after.dims, strict=True):
@@ -214,30 +223,24 @@ def scan(walk: Walk, equation: Any, inputs: Sequence[Value]) -> list[Result]:
     How many operands are constants, carries and rows is read from ranks: the spelling differs
     between versions.
     """
-    body = equation.params["jaxpr"]
-    body = getattr(body, "jaxpr", body)
-    seen = [
-        len(shape_of(var.aval)) == len(value.shape)
-        for var, value in zip(body.invars, inputs, strict=True)
-    ]
-    kept = [
-        len(shape_of(inner.aval)) == len(shape_of(outer.aval))
-        for inner, outer in zip(body.outvars, equation.outvars, strict=True)
-    ]
-    num_rows, num_carry = seen.count(False), kept.count(True)
+    body = bare(equation.params["jaxpr"])
+    ranks = zip(body.invars, inputs, strict=True)
+    num_rows = sum(len(shape_of(var.aval)) < len(value.shape) for var, value in ranks)
+    ranks = zip(body.outvars, equation.outvars, strict=True)
+    num_carry = sum(len(shape_of(a.aval)) == len(shape_of(b.aval)) for a, b in ranks)
     first = len(inputs) - num_rows
     steps = walk.classes.fresh(equation.params["length"])
     rows: list[Value] = []
     for value, var in zip(inputs[first:], body.invars[first:], strict=True):
         walk.classes.unify(steps, value.dims[0])
-        rows.append(_inside(walk, value, value.kind is Kind.ACTIVATION, value.dims[1:], var.aval))
+        rows.append(_enter(walk, value, value.kind, var.aval, value.dims[1:]))
     if steps:
         walk.facts.append(Whole(steps, "layer", equation))
-    carry = inputs[first - num_carry : first]
-    results = _loop(walk, body, inputs[: first - num_carry], carry, rows)
+    start = first - num_carry
+    results = _loop(walk, body, inputs[:start], inputs[start:first], rows)
     leads = [()] * num_carry + [(steps,)] * (len(results) - num_carry)
     return [
-        _outside(walk, var.aval, value, lead + value.dims)
+        _leave(walk, value, var.aval, lead + value.dims)
         for var, value, lead in zip(equation.outvars, results, leads, strict=True)
     ]
 
@@ -248,9 +251,10 @@ def while_(walk: Walk, equation: Any, inputs: Sequence[Value]) -> list[Result]:
     tests, consts = params["cond_nconsts"], params["body_nconsts"]
     carry = inputs[tests + consts :]
     walk.run(params["cond_jaxpr"], [*inputs[:tests], *carry])
-    results = _loop(walk, params["body_jaxpr"], inputs[tests : tests + consts], carry, ())
+    body = bare(params["body_jaxpr"])
+    results = _loop(walk, body, inputs[tests : tests + consts], carry, ())
     return [
-        _outside(walk, var.aval, value, value.dims)
+        _leave(walk, value, var.aval, value.dims)
         for var, value in zip(equation.outvars, results, strict=True)
     ]
 
@@ -263,9 +267,8 @@ def cond(walk: Walk, equation: Any, inputs: Sequence[Value]) -> list[Result]:
     for var, *values in zip(equation.outvars, *branches, strict=True):
         dims = values[0].dims
         for other in values[1:]:
-            dims = tuple(
-                walk.classes.meet(one, two) for one, two in zip(dims, other.dims, strict=True)
-            )
+            pairs = zip(dims, other.dims, strict=True)
+            dims = tuple(walk.classes.meet(one, two) for one, two in pairs)
         lineage = values if _is_active(values) else [choice, *values]
         results.append(walk.derive(var.aval, dims, lineage, elementwise=True))
     return results
@@ -273,25 +276,15 @@ def cond(walk: Walk, equation: Any, inputs: Sequence[Value]) -> list[Result]:
 
 def shard_map(walk: Walk, equation: Any, inputs: Sequence[Value]) -> list[Result]:
     """The body sees one shard: each dim is (shards, rest), and only the rest goes inside."""
-    body = equation.params["jaxpr"]
-    body = getattr(body, "jaxpr", body)
+    body = bare(equation.params["jaxpr"])
     local: list[Value] = []
     for var, value in zip(body.invars, inputs, strict=True):
-        dims = tuple(
-            walk.classes.align((dim,), (size // max(part, 1), part))[1]
-            for dim, size, part in zip(value.dims, value.shape, shape_of(var.aval), strict=True)
-        )
-        local.append(_inside(walk, value, value.kind is Kind.ACTIVATION, dims, var.aval))
-    results = walk.run(body, local)
-    return [
-        _outside(
-            walk,
-            var.aval,
-            value,
-            tuple(
-                walk.classes.fresh(size // max(part, 1)) + dim
-                for dim, size, part in zip(value.dims, shape_of(var.aval), value.shape, strict=True)
-            ),
-        )
-        for var, value in zip(equation.outvars, results, strict=True)
-    ]
+        parts = zip(value.dims, value.shape, shape_of(var.aval), strict=True)
+        dims = tuple(walk.classes.align((d,), (n // max(m, 1), m))[1] for d, n, m in parts)
+        local.append(_enter(walk, value, value.kind, var.aval, dims))
+    results: list[Result] = []
+    for var, value in zip(equation.outvars, walk.run(body, local), strict=True):
+        parts = zip(value.dims, shape_of(var.aval), value.shape, strict=True)
+        dims = tuple(walk.classes.fresh(n // max(m, 1)) + d for d, n, m in parts)
+        results.append(_leave(walk, value, var.aval, dims))
+    return results

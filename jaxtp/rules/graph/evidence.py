@@ -237,8 +237,8 @@ class Evidence:
     def _demote(self) -> bool:
         """Takes one class off the stream if splitting it is worth more than keeping it whole.
 
-        Needed for sums that look residual inside a region: value residuals carry heads from layer
-        to layer and Mamba adds D * x. Such a class would be an inner one, and more than half of the
+        Needed for sums that look residual inside a region, as Mamba's D * x does. Such a sum lies
+        in the branch of another stream, its class would be an inner one, and more than half of the
         parameter elements on it have no other dim to split.
         """
         worst: tuple[float, int] | None = None

@@ -13,14 +13,13 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from jaxtp.rules.graph.classes import Atom, Dim, dim_size, resolve
 from jaxtp.rules.graph.evidence import EXPERT, INNER, VOCAB, Evidence
 from jaxtp.rules.graph.facts import Option
 
-# Up to this many mutually exclusive regions the best set is found exactly; above it the heaviest
-# goes first.
+# Up to this many connected regions the best set is found exactly; above it the heaviest goes first.
 EXACT = 24
 
 
@@ -60,6 +59,7 @@ class Regions:
         evidence: What they are built from.
         number: Class -> its number in program order; what `Option.classes` holds.
         chosen: The regions that are split, in program order.
+        split: Class -> the chosen region it is in.
         placed: Path -> the chosen region that splits it.
         instead: Path -> what to fall back on if that region cannot be split.
     """
@@ -70,6 +70,7 @@ class Regions:
         regions = self._build()
         rivals = _rivals(regions)
         self.chosen = best_regions(regions, rivals)
+        self.split = {atom: region for region in self.chosen for atom in region.classes}
         self.placed = {path: region for region in self.chosen for path in region.options}
         self.instead: dict[str, Option] = {}
         for region in self.chosen:
@@ -101,38 +102,40 @@ class Regions:
 
     def _build(self) -> list[Region]:
         """Groups the classes that share a dim, and lists the options on each group."""
-        groups: dict[Atom, list[Atom]] = {}
-        found: list[tuple[str, Atom, Option]] = []
-        for path, dims in self.evidence.params.items():
-            if self.evidence.routes(path):
-                continue
-            for axis, dim in enumerate(dims):
+        evidence, number = self.evidence, self.number
+        found: list[tuple[str, Option, list[Atom]]] = []
+        for path, dims in evidence.params.items():
+            for axis, dim in enumerate(() if evidence.routes(path) else dims):
                 parts = self.parts(dim)
-                if all(part.lead for part in parts):
-                    found.append((path, parts[0].lead[0], self.option(axis, parts)))
-                    _join(groups, [atom for part in parts for atom in part.lead])
-        options: dict[int, dict[str, Option]] = {}
-        for path, atom, option in found:
-            options.setdefault(id(groups[atom]), {}).setdefault(path, option)
+                if option := self.option(axis, parts):
+                    found.append((path, option, [atom for part in parts for atom in part.lead]))
+        leader = _leaders([classes for *_, classes in found], number)
+        members: dict[Atom, list[Atom]] = {}
+        for atom in sorted(leader, key=number.__getitem__):
+            members.setdefault(leader[atom], []).append(atom)
+        options: dict[Atom, dict[str, Option]] = {first: {} for first in members}
+        for path, option, classes in found:
+            # Of two dims of one parameter in one region the first is taken.
+            options[leader[classes[0]]].setdefault(path, option)
         regions: list[Region] = []
-        for classes in sorted(
-            {id(group): group for group in groups.values()}.values(),
-            key=lambda group: min(self.number[atom] for atom in group),
-        ):
-            kinds = {self.evidence.kind(atom) for atom in classes}
+        for first, classes in members.items():
+            kinds = {evidence.kind(atom) for atom in classes}
             kind = next(k for k in (EXPERT, VOCAB, INNER) if k in kinds)
-            own = options[id(classes)]
-            size = sum(dim_size(sum(self.evidence.params[path], ())) for path in own)
-            classes = sorted(classes, key=self.number.__getitem__)
+            own = options[first]
+            size = sum(dim_size(sum(evidence.params[path], ())) for path in own)
             weight = size * 2 if kind == EXPERT else size
             regions.append(Region(f"{kind}{len(regions)}", kind, classes, own, weight))
         return regions
 
-    def option(self, axis: int, parts: list[Part]) -> Option:
-        """Units are the leading classes that all parts share, or else a common divisor.
+    def option(self, axis: int, parts: list[Part]) -> Option | None:
+        """How a dim of some parts is split; None if one part is not, or not alike.
+
+        Units are the leading classes that all parts share, or else a common divisor.
 
         Experts that are routed by group are still single experts: their factors are one unit.
         """
+        if not all(part.lead for part in parts):
+            return None
         leads = zip(*(part.lead for part in parts), strict=False)
         shared = [column[0] for column in itertools.takewhile(lambda c: len(set(c)) == 1, leads)]
         units: list[Dim] = []
@@ -141,9 +144,12 @@ class Regions:
                 units[-1] += (atom,)
             else:
                 units.append((atom,))
+        divisor = math.gcd(*(part.lead[0].size for part in parts))
+        if divisor == 1:
+            return None
         return Option(
             dim=axis,
-            units=tuple(map(dim_size, units)) or (math.gcd(*(p.lead[0].size for p in parts)),),
+            units=tuple(map(dim_size, units)) or (divisor,),
             classes=tuple(self.number[unit[0]] for unit in units),
             pieces=tuple((part.start, part.stop) for part in parts) if len(parts) > 1 else (),
         )
@@ -162,11 +168,19 @@ def _tiling(atom: Atom) -> list[tuple[int, Dim]]:
     return tiles
 
 
-def _join(groups: dict[Atom, list[Atom]], atoms: Iterable[Atom]) -> None:
-    """Puts atoms, and the groups they are in, into one group."""
-    merged = list(dict.fromkeys(other for atom in atoms for other in groups.get(atom, [atom])))
-    for atom in merged:
-        groups[atom] = merged
+def _leaders(groups: list[list[Atom]], number: Mapping[Atom, int]) -> dict[Atom, Atom]:
+    """For each atom the first, in program order, of those it is connected with through groups."""
+    above: dict[Atom, Atom] = {}
+
+    def top(atom: Atom) -> Atom:
+        while above.setdefault(atom, atom) is not atom:
+            atom = above[atom]
+        return atom
+
+    for group in groups:
+        first, *others = sorted(map(top, group), key=number.__getitem__)
+        above.update(dict.fromkeys(others, first))
+    return {atom: top(atom) for atom in above}
 
 
 def _rivals(regions: list[Region]) -> dict[Region, list[Region]]:
@@ -192,22 +206,28 @@ def best_regions(regions: list[Region], rivals: Mapping[Region, list[Region]]) -
     order = {region: n for n, region in enumerate(regions)}
 
     @functools.cache
-    def solve(left: frozenset[Region]) -> frozenset[Region]:
+    def exact(left: frozenset[Region]) -> frozenset[Region]:
         degree = {r: sum(other in left for other in rivals[r]) for r in left}
         alone = frozenset(r for r, n in degree.items() if not n)
         left -= alone
         if not left:
             return alone
-        weigh = len(left) > EXACT
-        pivot = max(left, key=lambda r: (r.weight if weigh else degree[r], -order[r]))
-        sets = [solve(left - {pivot} - set(rivals[pivot])) | {pivot}]
-        if not weigh:
-            sets.append(solve(left - {pivot}))
+        pivot = max(left, key=lambda r: (degree[r], -order[r]))
+        sets = exact(left - {pivot} - set(rivals[pivot])) | {pivot}, exact(left - {pivot})
         return alone | max(
             sets, key=lambda s: (sum(r.weight for r in s), -min(map(order.__getitem__, s)))
         )
 
-    best = [region for group in _connected(regions, rivals) for region in solve(group)]
+    def greedy(left: frozenset[Region]) -> set[Region]:
+        taken: set[Region] = set()
+        for region in sorted(left, key=lambda r: (-r.weight, order[r])):
+            if taken.isdisjoint(rivals[region]):
+                taken.add(region)
+        return taken
+
+    best: list[Region] = []
+    for group in _connected(regions, rivals):
+        best += exact(group) if len(group) <= EXACT else greedy(group)
     return sorted(best, key=order.__getitem__)
 
 

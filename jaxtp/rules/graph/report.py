@@ -27,7 +27,6 @@ class Reporter:
         self._evidence = evidence
         self._regions = regions
         self._offsets = {fact.path: fact for fact in facts if isinstance(fact, Offset)}
-        self._split = {atom for region in regions.chosen for atom in region.classes}
         self._lines: dict[int, str] = {}
 
     def finding(self, path: str) -> Finding:
@@ -112,7 +111,7 @@ class Reporter:
             return "conv", "kernel of a convolution"
         if evidence.routes(path):
             return "router", "only tells experts apart"
-        if offset and not self._split.isdisjoint(classes_in(offset.product.summed)):
+        if offset and any(a in self._regions.split for a in classes_in(offset.product.summed)):
             return "row_bias", f"added once, after the sum over {_quote([offset.product])}"
         if uses and all(isinstance(use, Lookup) for use in uses):
             return "position", "a table, but no vocabulary"

@@ -108,6 +108,16 @@ def shape_of(aval: Any) -> tuple[int, ...]:
     return tuple(getattr(aval, "shape", ()))
 
 
+def is_integer(aval: Any) -> bool:
+    """Whether an abstract value holds integers that could be indices."""
+    return hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.integer)
+
+
+def bare(jaxpr: Any) -> Any:
+    """A jaxpr without its constants; JAX 0.10 closes what 0.12 leaves open. Other things pass."""
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
 def where(equation: Any) -> str:
     """The line that wrote an equation: "file.py:83 (Attention.__call__)", "" if it is not known.
 
@@ -160,7 +170,7 @@ class Walk:
 
     def run(self, jaxpr: Any, inputs: Sequence[Value]) -> list[Value]:
         """Reads a jaxpr, open or closed; returns its outputs."""
-        inner: Jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+        inner: Jaxpr = bare(jaxpr)
         # Constants are not stored: each use makes fresh dims, so that one array of ones that is
         # used for two widths of equal size does not tie them together.
         values = {
@@ -215,7 +225,7 @@ class Walk:
         if (view or same_index) and all(v.index is index for v in parents):
             fields["index"] = index
             fields["one_hot"] = all(v.one_hot for v in parents)
-        elif jnp.issubdtype(aval.dtype, jnp.integer):
+        elif is_integer(aval):
             fields["index"] = Index()
         if view and len(parents) == 1:
             fields["product"] = parents[0].product
