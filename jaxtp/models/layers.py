@@ -11,20 +11,21 @@ heads, H head width, F MLP width, V vocab. They name logical dims, never shards.
 import dataclasses
 import difflib
 import functools
-from collections.abc import Callable
-from typing import Literal, Protocol, TypeVar
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxtp.activations import constrain
-from jaxtp.errors import BadConfig, SizeMismatch, join
+from jaxtp import overlap
+from jaxtp.activations import ActivePlan, active_plan, constrain
+from jaxtp.errors import BadConfig, JaxtpWarning, NotInterleaved, SizeMismatch, join
 
-BLOCK_OUTPUTS = ("attention_output", "mlp_output")
-"""`checkpoint_name`s of the values behind the two row products of a block, where its all-reduces
-are."""
+BLOCK_OUTPUT = "block_output"
+"""`checkpoint_name` of the values behind row products, where the all-reduces are."""
 
 Policy = Callable[..., bool]
 REMAT: dict[str, Policy | None] = {
@@ -33,7 +34,7 @@ REMAT: dict[str, Policy | None] = {
     # Saving what comes out of an all-reduce keeps recomputation from running it again: 4
     # all-reduces a layer in the compiled GPU step as without remat, where "full" has 5, at nearly
     # the memory of "full".
-    "block_outputs": jax.checkpoint_policies.save_only_these_names(*BLOCK_OUTPUTS),
+    "block_outputs": jax.checkpoint_policies.save_only_these_names(BLOCK_OUTPUT),
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
 }
 """Remat policy name -> what `jax.checkpoint` may keep of a layer; None: no remat."""
@@ -106,53 +107,133 @@ def residual_init(num_layers: int) -> jax.nn.initializers.Initializer:
     return jax.nn.initializers.variance_scaling(0.5 / num_layers, "fan_in", "truncated_normal")
 
 
-Layer = TypeVar("Layer", bound=nnx.Module)
+class Linear(nnx.LinearGeneral):
+    """A linear map of the last dims whose sizes are those of its kernel.
+
+    So that it also runs on a part of its kernel and bias, where Flax's shapes the bias by what the
+    module was made with.
+    """
+
+    def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
+        """The product over the dims of `in_features`, in `dtype`, plus the bias."""
+        num_in = len(self.in_features)
+        inputs, kernel = inputs.astype(self.dtype), self.kernel[...].astype(self.dtype)
+        out = jnp.tensordot(inputs, kernel, axes=num_in)
+        if self.bias is None:
+            return out
+        bias = self.bias[...].astype(self.dtype)
+        return out + jnp.expand_dims(bias, range(out.ndim - bias.ndim))
 
 
-def stack_layers(make: Callable[[nnx.Rngs], Layer], num_layers: int, rngs: nnx.Rngs) -> Layer:
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Branch:
+    """`x + block(norm(x))`: half a layer, in by column products and out by one row product."""
+
+    norm: str
+    """Attribute of the layer that holds the norm."""
+
+    block: str
+    """Attribute of the layer that holds the block: attention or MLP."""
+
+    takes: tuple[str, ...] = ()
+    """What the block takes beside its input, by keyword; see `scan_layers`."""
+
+    tokenwise: bool = False
+    """Whether the block works on each token alone."""
+
+
+class Layer(nnx.Module):
+    """A layer is its residual branches, one after the other."""
+
+    branches: ClassVar[tuple[Branch, ...]]
+
+    def __call__(self, x_BTD: jax.Array, context: Mapping[str, jax.Array | None]) -> jax.Array:
+        """The residual stream after this layer, (batch, tokens, hidden size)."""
+        for branch in self.branches:
+            block = getattr(self, branch.block)
+            taken = {name: context[name] for name in branch.takes}
+            out_BTD = block(normed(getattr(self, branch.norm), x_BTD), **taken)
+            out_BTD = checkpoint_name(constrain(out_BTD, "residual"), BLOCK_OUTPUT)
+            x_BTD = x_BTD + out_BTD
+        return x_BTD
+
+
+AnyLayer = TypeVar("AnyLayer", bound=nnx.Module)
+
+
+def stack_layers(make: Callable[[nnx.Rngs], AnyLayer], num_layers: int, rngs: nnx.Rngs) -> AnyLayer:
     """`num_layers` separately initialised modules as one, with a leading layer dim everywhere."""
     return nnx.vmap(make, in_axes=0, out_axes=0)(rngs.split(num_layers))
 
 
 def scan_layers(
-    layers: Layer, x: jax.Array, call: Callable[[Layer, jax.Array], jax.Array], remat: str
+    layers: Layer, x_BTD: jax.Array, context: Mapping[str, jax.Array | None], remat: str
 ) -> jax.Array:
     """Runs stacked layers one after the other; compile time does not grow with depth.
 
+    Under a plan with `overlap="aggressive"` two halves of the batch take turns instead, where they
+    can: the same numbers, see `jaxtp.overlap`.
+
     Args:
         layers: Result of `stack_layers`.
-        x: What enters the first layer; each layer's result has its shape and type.
-        call: `(one layer, x) -> x`. Values it closes over are shared by all layers.
+        x_BTD: The residual stream in front of the first layer.
+        context: What blocks take beside their input, (batch or 1, ...), the same for all layers.
         remat: Key of `REMAT`.
     """
+    active = active_plan()
+    if active is not None and active.interleave and active.shape.tp_size > 1:
+        try:
+            return _interleave(layers, x_BTD, context, remat, active)
+        except NotInterleaved as obstacle:
+            warnings.warn(str(obstacle), JaxtpWarning, stacklevel=3)
     graph, params = nnx.split(layers)
 
-    def body(x: jax.Array, params: nnx.State) -> tuple[jax.Array, None]:
-        return call(nnx.merge(graph, params), x), None
+    def body(x_BTD: jax.Array, params: nnx.State) -> tuple[jax.Array, None]:
+        return nnx.merge(graph, params)(x_BTD, context), None
 
     policy = REMAT[remat]
     if policy is not None:
         # A scan body is compiled on its own, so XLA cannot merge recomputation with the first run.
         body = jax.checkpoint(body, policy=policy, prevent_cse=False)
-    return jax.lax.scan(body, x, params)[0]
+    return jax.lax.scan(body, x_BTD, params)[0]
 
 
-def add_block(
+def _interleave(
+    layers: Layer,
     x_BTD: jax.Array,
-    norm: Callable[[jax.Array], jax.Array],
-    block: Callable[[jax.Array], jax.Array],
-    name: str,
+    context: Mapping[str, jax.Array | None],
+    remat: str,
+    active: ActivePlan,
 ) -> jax.Array:
-    """`x + block(norm(x))`: half a layer, in by column products and out by one row product.
+    if remat != "block_outputs":
+        raise NotInterleaved(
+            f"interleaved layers recompute all but the residual stream, and remat is {remat!r}",
+            where="remat",
+            fix='remat="block_outputs"',
+        )
+    branches = [_as_data(layers, branch) for branch in layers.branches]
+    return overlap.interleave(branches, x_BTD, context, active)
 
-    Args:
-        x_BTD: The residual stream.
-        norm: Norm before the block.
-        block: Attention or MLP.
-        name: The output's `checkpoint_name`, one of `BLOCK_OUTPUTS`.
-    """
-    out_BTD = constrain(block(normed(norm, x_BTD)), "residual")
-    return x_BTD + checkpoint_name(out_BTD, name)
+
+def _as_data(layers: Layer, branch: Branch) -> overlap.Branch:
+    norm_graph, norm_params = nnx.split(getattr(layers, branch.norm))
+    block_graph, block_params = nnx.split(getattr(layers, branch.block))
+
+    def norm(params: nnx.State, x_BTD: jax.Array) -> jax.Array:
+        return normed(nnx.merge(norm_graph, params), x_BTD)
+
+    def block(params: nnx.State, h_BTD: jax.Array, context: overlap.Context) -> jax.Array:
+        taken = {name: context[name] for name in branch.takes}
+        return nnx.merge(block_graph, params)(h_BTD, **taken)
+
+    return overlap.Branch(
+        name=branch.block,
+        norm=norm,
+        block=block,
+        norm_params=norm_params,
+        block_params=block_params,
+        tokenwise=branch.tokenwise,
+    )
 
 
 def normed(norm: Callable[[jax.Array], jax.Array], x_BTD: jax.Array) -> jax.Array:
@@ -224,10 +305,8 @@ def mask_padding(logits_BTV: jax.Array, vocab_size: int) -> jax.Array:
     return jnp.where(real_V[None, None, :], logits_BTV, jnp.finfo(logits_BTV.dtype).min)
 
 
-def cross_entropy(
-    logits_BTV: jax.Array, targets_BT: jax.Array, where_BT: jax.Array | None = None
-) -> jax.Array:
-    """Mean negative log-likelihood in nats per counted token, a float32 scalar.
+def token_nats(logits_BTV: jax.Array, targets_BT: jax.Array) -> jax.Array:
+    """Negative log-likelihood in nats of each token, float32 (batch, tokens).
 
     The target's logit is found by comparing and summing, not by indexing: with the vocab on the
     tensor axis each device adds up its own part and per-token scalars cross the wire (one max, two
@@ -237,13 +316,24 @@ def cross_entropy(
     Args:
         logits_BTV: Scores, of any float type; sums are taken in fp32.
         targets_BT: Token ids.
-        where_BT: True for tokens that count; default: all.
     """
     logits_BTV = logits_BTV.astype(jnp.float32)
     is_target_BTV = targets_BT[:, :, None] == jnp.arange(logits_BTV.shape[-1])[None, None, :]
     target_BT = jnp.sum(logits_BTV, axis=-1, where=is_target_BTV)
-    nats_BT = jax.nn.logsumexp(logits_BTV, axis=-1) - target_BT
-    return jnp.mean(nats_BT, where=where_BT)
+    return jax.nn.logsumexp(logits_BTV, axis=-1) - target_BT
+
+
+def cross_entropy(
+    logits_BTV: jax.Array, targets_BT: jax.Array, where_BT: jax.Array | None = None
+) -> jax.Array:
+    """Mean of `token_nats` over the tokens that count, a float32 scalar.
+
+    Args:
+        logits_BTV: Scores, of any float type.
+        targets_BT: Token ids.
+        where_BT: True for tokens that count; default: all.
+    """
+    return jnp.mean(token_nats(logits_BTV, targets_BT), where=where_BT)
 
 
 def generate(

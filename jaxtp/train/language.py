@@ -1,0 +1,58 @@
+"""The loss of a language model: nats per token of predicting each token from those before it.
+
+Stage in: a model's structure, batches of token ids. Stage out: a `Loss` for `make_update`.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxtp.models import GPT, Llama
+from jaxtp.models.layers import token_nats
+from jaxtp.trees import PyTree
+
+Batch = Mapping[str, jax.Array]
+"""`tokens`, `(batch, seq + 1)` ids; and, where sequences are packed, `segments` of the same shape:
+the number of the document that a token belongs to, from 1, and 0 for padding."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NextToken:
+    """Cross-entropy of the next token; across the border of two documents nothing is predicted.
+
+    Attributes:
+        graph: `nnx.split(model)[0]`.
+    """
+
+    graph: nnx.GraphDef[Llama | GPT]
+
+    def total(self, params: PyTree, batch: Batch) -> jax.Array:
+        """Nats of all predictions that count, a float32 scalar."""
+        model = nnx.merge(self.graph, params)
+        tokens, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
+        if "segments" not in batch:
+            return token_nats(model(tokens), targets).sum()
+        segments = batch["segments"][:, :-1]
+        nats = token_nats(model(tokens, positions(segments), segments), targets)
+        return nats.sum(where=predicted(batch["segments"]))
+
+    def count(self, batch: Batch) -> jax.Array:
+        """Predictions that count, a float32 scalar."""
+        if "segments" not in batch:
+            return jnp.float32(batch["tokens"][:, 1:].size)
+        return jnp.maximum(predicted(batch["segments"]).sum(), 1).astype(jnp.float32)
+
+
+def predicted(segments: jax.Array) -> jax.Array:
+    """Which of `(batch, seq)` predictions count, from `(batch, seq + 1)` document numbers."""
+    return (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)
+
+
+def positions(segments: jax.Array) -> jax.Array:
+    """Position of each token in its own document, `(batch, seq)`."""
+    steps = jnp.arange(segments.shape[1], dtype=jnp.int32)[None]
+    begins = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)))
+    return steps - jax.lax.cummax(jnp.where(begins, steps, 0), axis=1)

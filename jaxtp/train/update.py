@@ -1,0 +1,253 @@
+"""One optimizer step, written for one device: micro-batches, loss scaling, the update.
+
+Stage in: a loss, an optimizer, a plan. Stage out: `(state, batch) -> (state, metrics)` for
+`jit_step`. What is sharded here is the gradients, and only because ZeRO says so.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxtp.activations import use_plan
+from jaxtp.config import Precision
+from jaxtp.mesh.build import plan_mesh
+from jaxtp.plan import Plan
+from jaxtp.state import plan_slots
+from jaxtp.trees import PyTree, map_with_path, partition_spec
+
+FIRST_SCALE = 2.0**15
+"""Where an adaptive loss scale starts, as in Micikevicius et al. 2018 and DeepSpeed."""
+
+
+class Loss(Protocol):
+    """What a step minimises: a sum over tokens, divided by how many there are."""
+
+    def total(self, params: PyTree, batch: PyTree) -> jax.Array:
+        """Summed loss of a batch, a float32 scalar."""
+        ...
+
+    def count(self, batch: PyTree) -> jax.Array:
+        """Over how much it is summed, a float32 scalar; at least 1."""
+        ...
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True)
+class LossScale:
+    """What the loss is multiplied by so that float16 gradients do not vanish.
+
+    Attributes:
+        scale: float32 scalar.
+        good_steps: Steps since it last changed, an int32 scalar.
+    """
+
+    scale: jax.Array
+    good_steps: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True)
+class TrainState:
+    """Everything that a step changes.
+
+    Attributes:
+        params: Parameters, in float32.
+        opt_state: The optimizer's state.
+        num_updates: Updates so far, an int32 scalar; skipped steps do not count.
+        loss_scale: None except under float16.
+    """
+
+    params: PyTree
+    opt_state: PyTree
+    num_updates: jax.Array
+    loss_scale: LossScale | None
+
+
+Update = Callable[[TrainState, PyTree], tuple[TrainState, dict[str, jax.Array]]]
+
+
+def init_state(
+    params: PyTree, tx: optax.GradientTransformation, precision: Precision
+) -> TrainState:
+    """The state before the first step."""
+    scale = None
+    if precision.compute == "float16":
+        first = jnp.float32(precision.loss_scale or FIRST_SCALE)
+        scale = LossScale(first, jnp.int32(0))
+    return TrainState(params, tx.init(params), jnp.int32(0), scale)
+
+
+def make_update(
+    loss: Loss,
+    tx: optax.GradientTransformation,
+    schedule: optax.Schedule,
+    plan: Plan,
+    mesh: Mesh,
+    *,
+    num_micro: int = 1,
+    precision: Precision | None = None,
+) -> Update:
+    """A step function for `jit_step`.
+
+    Its metrics are float32 scalars: loss (mean over all tokens of the batch), grad_norm (of the
+    mean gradient, before clipping), lr, and under float16 loss_scale.
+
+    Args:
+        loss: What to minimise.
+        tx: The optimizer, clipping included.
+        schedule: Learning rate by number of updates, to report.
+        plan: Says where gradients lie.
+        mesh: The mesh that the state is placed on.
+        num_micro: Micro-batches; the batch size is a multiple of it.
+        precision: Loss scaling; by default there is none.
+    """
+    settings = precision or Precision()
+
+    def update(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array]]:
+        scale = jnp.float32(1) if state.loss_scale is None else state.loss_scale.scale
+        weight = scale / loss.count(batch)
+
+        def weighted(params: PyTree, micro: PyTree) -> jax.Array:
+            return loss.total(params, micro) * weight
+
+        total, grads = mean_gradients(weighted, state.params, batch, plan, mesh, num_micro)
+        if state.loss_scale is not None:
+            total = total / scale
+            grads = jax.tree.map(lambda grad: grad / scale, grads)
+        norm = optax.tree.norm(grads)
+        changes, opt_state = tx.update(grads, state.opt_state, state.params)
+        new = TrainState(
+            optax.apply_updates(state.params, changes),
+            opt_state,
+            state.num_updates + 1,
+            state.loss_scale,
+        )
+        metrics = {"loss": total, "grad_norm": norm, "lr": schedule(state.num_updates)}
+        if state.loss_scale is not None:
+            metrics["loss_scale"] = scale
+            new = _unless_overflow(new, state, jnp.isfinite(norm + total), settings)
+        return new, {name: jnp.float32(value) for name, value in metrics.items()}
+
+    return update
+
+
+def mean_gradients(
+    loss: Callable[[PyTree, PyTree], jax.Array],
+    params: PyTree,
+    batch: PyTree,
+    plan: Plan,
+    mesh: Mesh,
+    num_micro: int,
+) -> tuple[jax.Array, PyTree]:
+    """Loss and gradients, summed over micro-batches, placed as ZeRO wants them.
+
+    Args:
+        loss: `(params, micro-batch) -> scalar`; already weighted, so that sums are means.
+        params: Parameters.
+        batch: Arrays `(batch, ...)`.
+        plan: Where gradients lie.
+        mesh: The mesh of the parameters.
+        num_micro: Micro-batches.
+    """
+    placed = functools.partial(_place_gradients, plan=plan, mesh=plan_mesh(mesh, plan.mesh))
+    if num_micro == 1:
+        total, grads = jax.value_and_grad(loss)(params, batch)
+        return total, placed(grads)
+    if plan.zero < 2 and plan.mesh.ways(plan.mesh.batch) > 1:
+        return _reduce_once(loss, params, batch, plan, mesh, num_micro, placed)
+    return _accumulate(loss, params, batch, num_micro, placed)
+
+
+def _accumulate(
+    loss: Callable[[PyTree, PyTree], jax.Array],
+    params: PyTree,
+    batch: PyTree,
+    num_micro: int,
+    placed: Callable[[PyTree], PyTree],
+) -> tuple[jax.Array, PyTree]:
+    """One micro-batch after the other; only one set of activations is alive."""
+
+    def split(x: jax.Array) -> jax.Array:
+        # Strided: every device cuts the rows it has. Contiguous micro-batches would each lie on a
+        # few devices alone.
+        return jnp.moveaxis(x.reshape(x.shape[0] // num_micro, num_micro, *x.shape[1:]), 1, 0)
+
+    def add(sums: PyTree, micro: PyTree) -> tuple[PyTree, None]:
+        total, grads = jax.value_and_grad(loss)(params, micro)
+        return jax.tree.map(jnp.add, sums, (total, placed(grads))), None
+
+    zeros = (jnp.float32(0), placed(jax.tree.map(jnp.zeros_like, params)))
+    return jax.lax.scan(add, zeros, jax.tree.map(split, batch))[0]
+
+
+def _reduce_once(
+    loss: Callable[[PyTree, PyTree], jax.Array],
+    params: PyTree,
+    batch: PyTree,
+    plan: Plan,
+    mesh: Mesh,
+    num_micro: int,
+    placed: Callable[[PyTree], PyTree],
+) -> tuple[jax.Array, PyTree]:
+    """As `_accumulate`, with one reduction over the batch axes at the end.
+
+    Left to XLA, each layer of each micro-batch reduces its gradients. Whole gradients can be summed
+    on each device first; those that ZeRO cuts cannot, they would not fit.
+    """
+    axes = plan.mesh.batch
+    # Inside, the batch is already cut: only tensor parallelism is left to the partitioner.
+    shape = dataclasses.replace(plan.mesh, dp="", fsdp="")
+    inner = dataclasses.replace(plan, mesh=shape)
+    own_mesh = plan_mesh(mesh, plan.mesh)
+
+    def local(params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
+        with use_plan(inner, own_mesh):
+            sums = _accumulate(loss, params, batch, num_micro, lambda grads: grads)
+        return jax.lax.psum(sums, axes)
+
+    total, grads = jax.shard_map(
+        local,
+        mesh=own_mesh,
+        in_specs=(PartitionSpec(), PartitionSpec(axes)),
+        out_specs=PartitionSpec(),
+        axis_names=set(axes),
+        check_vma=False,
+    )(params, batch)
+    return total, placed(grads)
+
+
+def _place_gradients(grads: PyTree, *, plan: Plan, mesh: Mesh) -> PyTree:
+    """Gradients beside their parameters, or from stage 2 on beside the optimizer's state."""
+    slots: Mapping[str, Any] = plan_slots(plan, state=plan.zero >= 2)
+
+    def place(path: str, grad: jax.Array) -> jax.Array:
+        spec = partition_spec(slots[path].spec)
+        return jax.lax.with_sharding_constraint(grad, NamedSharding(mesh, spec))
+
+    return map_with_path(place, grads)
+
+
+def _unless_overflow(
+    new: TrainState, old: TrainState, is_finite: jax.Array, settings: Precision
+) -> TrainState:
+    """The new state; the old one with half the loss scale if something overflowed."""
+    assert old.loss_scale is not None
+    kept = jax.tree.map(functools.partial(jnp.where, is_finite), new, old)
+    if settings.loss_scale:
+        return kept
+    scale, good = old.loss_scale.scale, old.loss_scale.good_steps + 1
+    grows = good >= settings.loss_scale_window
+    raised = jnp.where(grows, scale * 2, scale)
+    return dataclasses.replace(
+        kept,
+        loss_scale=LossScale(
+            scale=jnp.where(is_finite, raised, jnp.maximum(scale / 2, 1)),
+            good_steps=jnp.where(is_finite & ~grows, good, 0),
+        ),
+    )

@@ -1,0 +1,80 @@
+"""A small training run on any mesh, for comparison with the same run on one device."""
+
+import functools
+
+import jax
+import numpy as np
+from flax import nnx
+
+import jaxtp
+from jaxtp import models
+from jaxtp.config import Optimizer, Precision
+from jaxtp.train.language import NextToken
+from jaxtp.train.optimizer import build_optimizer
+from jaxtp.train.step import jit_step
+from jaxtp.train.update import init_state, make_update
+
+FLOAT32 = Precision(compute="float32")
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "dtype": "float32",
+}
+MODELS = {
+    "llama": models.LlamaConfig(num_key_value_heads=4, head_dim=4, intermediate_size=64, **SIZES),
+    "gpt2": models.GPTConfig(max_position_embeddings=16, **SIZES),
+}
+BATCH, SEQ, STEPS = 32, 16, 3
+
+
+def batch(step, size=BATCH):
+    tokens = np.random.default_rng(step).integers(0, SIZES["vocab_size"], (size, SEQ + 1))
+    return {"tokens": tokens.astype(np.int32)}
+
+
+@functools.cache
+def host_params(config):
+    """The first parameters, on the host: made once, so that no run compiles how to make them."""
+    return jaxtp.unshard(nnx.split(models.build(config))[1])
+
+
+def prepare(name, mesh, *, zero=0, num_micro=1, precision=FLOAT32):
+    """The plan, the state and the step of a run, on a mesh of devices."""
+    config = MODELS[name]
+    settings = Optimizer(learning_rate=1e-2, weight_decay=0.1, options={"eps": 1e-5})
+    tx, schedule = build_optimizer(settings, 10)
+    abstract = models.abstract(config)
+    plan = jaxtp.make_plan(abstract, mesh, config=config, zero=zero)
+
+    state = init_state(host_params(config), tx, precision)
+    state = jaxtp.shard(state, mesh, plan=plan)
+    update = make_update(
+        NextToken(nnx.split(abstract)[0]),
+        tx,
+        schedule,
+        plan,
+        mesh,
+        num_micro=num_micro,
+        precision=precision,
+    )
+    return plan, state, jit_step(update, state, mesh, plan=plan)
+
+
+def train(name, mesh, **options):
+    """`STEPS` steps: losses, gradient norms and the parameters after them, on the host."""
+    _, state, step = prepare(name, mesh, **options)
+    losses, norms = [], []
+    for number in range(STEPS):
+        state, metrics = step(state, batch(number))
+        losses.append(float(metrics["loss"]))
+        norms.append(float(metrics["grad_norm"]))
+    assert step.jitted._cache_size() == 1
+    return np.array(losses), np.array(norms), jaxtp.unshard(state.params)
+
+
+@functools.cache
+def reference(name):
+    """The run on one device, with the whole batch at once."""
+    return train(name, jaxtp.make_mesh(tp=1, devices=jax.devices()[:1]))
