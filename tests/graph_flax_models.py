@@ -1,4 +1,4 @@
-"""Stock Flax modules and jaxtp's own models with expert findings; see `graph_models` for the form."""
+"""Stock Flax modules and jaxtp's own models with expert findings; see `graph_models`."""
 
 import dataclasses
 
@@ -23,7 +23,7 @@ def linen(module, s: Sizes, inputs, expected) -> Case:
 
 
 def linen_attention(s: Sizes, at: str):
-    """Flax attention kernels are (in, heads, width) and (heads, width, out), biases (heads, width)."""
+    """Flax attention: kernels (in, heads, width), (heads, width, out), biases (heads, width)."""
     kernels = {f"{at}{name}/kernel": (1, (s.heads,)) for name in ("query", "key", "value")}
     biases = {f"{at}{name}/bias": (0, (s.heads,)) for name in ("query", "key", "value")}
     return kernels | biases | {f"{at}out/kernel": (0, (s.heads,))}
@@ -32,7 +32,11 @@ def linen_attention(s: Sizes, at: str):
 def linen_mlp(s: Sizes, at: str, up: str = "Dense_1", down: str = "Dense_0"):
     """In `Dense(width)(gelu(Dense(ffn)(x)))` the outer module is created, and named, first: F7."""
     unit = (s.ffn,)
-    return {f"{at}{up}/kernel": (1, unit), f"{at}{up}/bias": (0, unit), f"{at}{down}/kernel": (0, unit)}
+    return {
+        f"{at}{up}/kernel": (1, unit),
+        f"{at}{up}/bias": (0, unit),
+        f"{at}{down}/kernel": (0, unit),
+    }
 
 
 class EncoderBlock(nn.Module):
@@ -43,7 +47,9 @@ class EncoderBlock(nn.Module):
     def __call__(self, x, _=None):
         s = self.sizes
         mask = nn.make_causal_mask(x[..., 0]) if self.decode else None
-        y = nn.MultiHeadDotProductAttention(s.heads, qkv_features=s.inner)(nn.LayerNorm()(x), mask=mask)
+        y = nn.MultiHeadDotProductAttention(s.heads, qkv_features=s.inner)(
+            nn.LayerNorm()(x), mask=mask
+        )
         x = x + nn.Dropout(0.1, deterministic=True)(y)
         y = nn.Dense(s.width)(nn.gelu(nn.Dense(s.ffn)(nn.LayerNorm()(x))))
         x = x + y
@@ -139,7 +145,9 @@ class Vision(nn.Module):
         s = self.sizes
         x = nn.Conv(s.width, (4, 4), (4, 4), padding="VALID")(image)
         x = x.reshape(x.shape[0], -1, s.width)
-        first = jnp.broadcast_to(self.param("cls", nn.zeros, (1, 1, s.width)), (x.shape[0], 1, s.width))
+        first = jnp.broadcast_to(
+            self.param("cls", nn.zeros, (1, 1, s.width)), (x.shape[0], 1, s.width)
+        )
         x = jnp.concatenate([first, x], 1)
         x = x + self.param("positions", nn.zeros, (1, *x.shape[1:]))
         return nn.Dense(10)(EncoderBlock(s)(x)[:, 0])

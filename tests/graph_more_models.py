@@ -47,9 +47,12 @@ def expert_expected(s: Sizes):
 
 
 def routed(p, x, k=2):
-    """Weights of the chosen experts, zero elsewhere, and their indices: (tokens, experts), (tokens, k)."""
+    """Weights of the chosen experts and zeros (..., k, experts), their indices (..., k), both."""
     weights, chosen = jax.lax.top_k(jax.nn.softmax(x @ p["router"], -1), k)
-    dense = jax.nn.one_hot(chosen, p["router"].shape[1]) * (weights / weights.sum(-1, keepdims=True))[..., None]
+    dense = (
+        jax.nn.one_hot(chosen, p["router"].shape[1])
+        * (weights / weights.sum(-1, keepdims=True))[..., None]
+    )
     return dense, chosen, weights
 
 
@@ -89,13 +92,15 @@ def moe_top_k(s: Sizes) -> Case:
         return x + out + swiglu(p["shared"], x)
 
     params = {"moe": expert_params(s), "shared": swiglu_params(s)}
-    expected = {f"moe/{k}": v for k, v in expert_expected(s).items()} | swiglu_expected(s, "shared/")
+    expected = {f"moe/{k}": v for k, v in expert_expected(s).items()} | swiglu_expected(
+        s, "shared/"
+    )
     return Case(fn, params, (stream(s),), expected)
 
 
 @model
 def moe_grouped_routing(s: Sizes) -> Case:
-    """DeepSeek's group-limited routing refines the expert dim to (groups, rest); a correction bias."""
+    """DeepSeek's group-limited routing: the expert dim is seen as (groups, rest)."""
     s = dataclasses.replace(s, experts=8)
 
     def fn(p, x):
@@ -105,7 +110,9 @@ def moe_grouped_routing(s: Sizes) -> Case:
         keep = jax.nn.one_hot(jnp.argmax(best, -1), 2)[..., None]
         weights, chosen = jax.lax.top_k((groups * keep).reshape(scores.shape), 2)
         dispatch = (jax.nn.one_hot(chosen, 8) * weights[..., None]).sum(-2)
-        hidden = jax.nn.silu(jnp.einsum("btd,edf->betf", x, p["gate"])) * jnp.einsum("btd,edf->betf", x, p["up"])
+        hidden = jax.nn.silu(jnp.einsum("btd,edf->betf", x, p["gate"])) * jnp.einsum(
+            "btd,edf->betf", x, p["up"]
+        )
         return x + jnp.einsum("betf,efd,bte->btd", hidden, p["down"], dispatch)
 
     params = expert_params(s) | {"correction": f32(8)}
@@ -118,7 +125,7 @@ def moe_capacity(s: Sizes) -> Case:
 
     def fn(p, x):
         flat = x.reshape(-1, s.width)
-        dense, chosen, weights = routed(p, flat)
+        _, chosen, weights = routed(p, flat)
         slots = max(2, flat.shape[0] // 2)
         mask = jax.nn.one_hot(chosen[:, 0], s.experts)
         place = jax.nn.one_hot((jnp.cumsum(mask, 0) * mask - 1).astype(jnp.int32), slots)
@@ -232,7 +239,9 @@ def scanned(s: Sizes, at: int) -> Case:
             x = x + self_attention(layer["attn"], rms(x, layer["norm"]), s, s.kv)
             return jax.checkpoint(lambda x: x + swiglu(layer["mlp"], x))(x), None
 
-        layers = jax.tree.map(lambda leaf: jnp.moveaxis(leaf, min(at, leaf.ndim - 1), 0), p["layers"])
+        layers = jax.tree.map(
+            lambda leaf: jnp.moveaxis(leaf, min(at, leaf.ndim - 1), 0), p["layers"]
+        )
         return jax.lax.scan(block, p["embed"][ids], layers)[0] @ p["embed"].T
 
     def lead(leaf):
@@ -290,7 +299,9 @@ def fori_layers(s: Sizes) -> Case:
         )[1]
 
     params = {"layers": stacked(s, swiglu_params(s)), "shared": swiglu_params(s)}
-    layers = {path: (dim + 1, units) for path, (dim, units) in swiglu_expected(s, "layers/").items()}
+    layers = {
+        path: (dim + 1, units) for path, (dim, units) in swiglu_expected(s, "layers/").items()
+    }
     return Case(fn, params, (stream(s),), layers | swiglu_expected(s, "shared/"))
 
 
@@ -306,10 +317,21 @@ def cond_branches(s: Sizes) -> Case:
 
     def fn(p, x, flag):
         x = jax.lax.cond(flag, lambda x: x + swiglu(p["a"], x), lambda x: x, x)
-        return x + jax.lax.cond(flag, lambda x: act(x @ p["b"]), lambda x: act(x @ p["c"]), x) @ p["d"]
+        return (
+            x + jax.lax.cond(flag, lambda x: act(x @ p["b"]), lambda x: act(x @ p["c"]), x) @ p["d"]
+        )
 
-    params = {"a": swiglu_params(s), "b": f32(s.width, s.ffn), "c": f32(s.width, s.ffn), "d": f32(s.ffn, s.width)}
-    expected = swiglu_expected(s, "a/") | {"b": (1, (s.ffn,)), "c": (1, (s.ffn,)), "d": (0, (s.ffn,))}
+    params = {
+        "a": swiglu_params(s),
+        "b": f32(s.width, s.ffn),
+        "c": f32(s.width, s.ffn),
+        "d": f32(s.ffn, s.width),
+    }
+    expected = swiglu_expected(s, "a/") | {
+        "b": (1, (s.ffn,)),
+        "c": (1, (s.ffn,)),
+        "d": (0, (s.ffn,)),
+    }
     return Case(fn, params, (stream(s), jax.ShapeDtypeStruct((), bool)), expected)
 
 
@@ -321,7 +343,11 @@ def encoder_decoder(s: Sizes) -> Case:
     """Two streams and cross attention: k and v read one, o writes the other."""
 
     def mix(p, x, other):
-        q, k, v = heads(x @ p["q"], s.heads), heads(other @ p["k"], s.heads), heads(other @ p["v"], s.heads)
+        q, k, v = (
+            heads(x @ p["q"], s.heads),
+            heads(other @ p["k"], s.heads),
+            heads(other @ p["v"], s.heads),
+        )
         return merge(attend(q, k, v)) @ p["o"]
 
     def fn(p, ids, frames):
@@ -378,7 +404,7 @@ def highway(s: Sizes) -> Case:
 
 @model
 def value_residual(s: Sizes) -> Case:
-    """Values carried from layer to layer look like a stream of heads; they are split all the same."""
+    """Values carried from layer to layer look like a stream of heads; they are split."""
 
     def fn(p, ids):
         x, first = p["embed"][ids], None
@@ -469,7 +495,7 @@ def learned_queries(s: Sizes) -> Case:
 
 @model
 def modulated(s: Sizes) -> Case:
-    """Diffusion transformer: scale and shift come from a conditioning vector, six pieces from one kernel."""
+    """Diffusion transformer: six pieces of one kernel scale and shift the stream."""
 
     def fn(p, x, t):
         c = jax.nn.silu(t @ p["t_in"]) @ p["t_out"]
@@ -504,7 +530,7 @@ def linear_attention(s: Sizes) -> Case:
 
 @model
 def language_loss(s: Sizes) -> Case:
-    """A loss: log-softmax over the vocabulary, the label's entry picked; written for one sequence and vmapped."""
+    """A loss: log-softmax over the vocabulary, the label's entry picked; vmapped over sequences."""
 
     def one(p, ids):
         x = p["embed"][ids]
@@ -526,7 +552,7 @@ def language_loss(s: Sizes) -> Case:
 
 @model
 def windows(s: Sizes) -> Case:
-    """Swin: shifted windows, a bias table by relative position, patch merging to twice the width."""
+    """Swin: shifted windows, a bias table by relative position, patches merged to 2 x width."""
     side, window = 8, 4
 
     def attention(p, x):
@@ -534,7 +560,9 @@ def windows(s: Sizes) -> Case:
         x = jnp.roll(x, (-2, -2), (1, 2)).reshape(b, 2, window, 2, window, s.width)
         x = x.transpose(0, 1, 3, 2, 4, 5).reshape(b * 4, window * window, s.width)
         q, k, v = (heads(x @ p[n], s.heads) for n in "qkv")
-        at = jnp.stack(jnp.meshgrid(jnp.arange(window), jnp.arange(window), indexing="ij"), -1).reshape(-1, 2)
+        at = jnp.stack(
+            jnp.meshgrid(jnp.arange(window), jnp.arange(window), indexing="ij"), -1
+        ).reshape(-1, 2)
         apart = at[:, None] - at[None] + window - 1
         bias = p["table"][apart[..., 0] * (2 * window - 1) + apart[..., 1]]
         x = merge(attend(q, k, v, bias.transpose(2, 0, 1)[None])) @ p["o"]
@@ -570,10 +598,16 @@ def gated_recurrence(s: Sizes) -> Case:
     def fn(p, x):
         u = x @ p["x"]
         u = jax.lax.conv_general_dilated(
-            u, p["conv"], (1,), [(3, 0)], dimension_numbers=("NWC", "WIO", "NWC"),
+            u,
+            p["conv"],
+            (1,),
+            [(3, 0)],
+            dimension_numbers=("NWC", "WIO", "NWC"),
             feature_group_count=s.inner,
         )
-        gate = jax.nn.sigmoid(jnp.einsum("btne,nef->btnf", heads(u, blocks), p["gate"]) + p["gate_bias"])
+        gate = jax.nn.sigmoid(
+            jnp.einsum("btne,nef->btnf", heads(u, blocks), p["gate"]) + p["gate_bias"]
+        )
         decay = jnp.exp(-jax.nn.softplus(p["decay"]) * merge(gate))
 
         def step(h, now):
@@ -595,7 +629,13 @@ def gated_recurrence(s: Sizes) -> Case:
         "out": f32(s.inner, s.width),
     }
     unit = (blocks,)
-    expected = {"x": (1, unit), "y": (1, unit), "conv": (2, unit), "gate": (0, unit), "out": (0, unit)}
+    expected = {
+        "x": (1, unit),
+        "y": (1, unit),
+        "conv": (2, unit),
+        "gate": (0, unit),
+        "out": (0, unit),
+    }
     return Case(fn, params, (stream(s),), expected | {"gate_bias": (0, unit), "decay": (0, unit)})
 
 
@@ -629,7 +669,7 @@ def time_mixing(s: Sizes) -> Case:
 
 @model
 def shared_layers(s: Sizes) -> Case:
-    """ALBERT: one set of parameters for all layers; YOCO: keys and values made once and read by all."""
+    """ALBERT: one set of parameters for all layers; YOCO: keys and values made once."""
 
     def fn(p, x):
         for _ in range(s.layers):
@@ -649,7 +689,9 @@ def shared_layers(s: Sizes) -> Case:
         "readers": [reader, reader],
     }
     unit = (s.heads,)
-    expected = qkvo_expected(s, "attn/") | swiglu_expected(s, "mlp/") | {"k": (1, unit), "v": (1, unit)}
+    expected = (
+        qkvo_expected(s, "attn/") | swiglu_expected(s, "mlp/") | {"k": (1, unit), "v": (1, unit)}
+    )
     for i in range(2):
         expected |= {f"readers/{i}/q": (1, unit), f"readers/{i}/o": (0, unit)}
     return Case(fn, params, (stream(s),), expected)
@@ -682,7 +724,7 @@ def side_table(s: Sizes) -> Case:
 
 @model
 def manual_mesh(s: Sizes) -> Case:
-    """A model that shards its batch by hand with `shard_map`: the parameters inside are read all the same."""
+    """A model that shards its batch by hand with `shard_map`: the body is read all the same."""
 
     def fn(p, x):
         mesh = jax.sharding.Mesh(jax.devices()[:2], ("data",))

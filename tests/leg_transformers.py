@@ -11,23 +11,13 @@ Expect: every family at 100.0% ok at tp 2, 4 and 8 over the parameters that the 
 nothing harmful.
 """
 
-# ruff: noqa: T201 (a program, not a test)
-import argparse
-import importlib.util
-import json
-import math
-import pathlib
-import random
 import sys
-import time
 
 import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
+from zoo_leg import run
 
-from jaxtp.rules.graph import analyse
-
-TP = (2, 4, 8)
 LAYERS = 2
 
 
@@ -308,86 +298,9 @@ def build(name, config):
         nested = unflatten_dict({tuple(path.split("/")): leaf for path, leaf in flat.items()})
         return model(params=nested, **given)[0]
 
-    return call, params, inputs
-
-
-def scrambled(call, params, seed=0):
-    """The same call on randomly named parameters, and the names they had."""
-    draw = random.Random(seed)
-    names = {f"{draw.getrandbits(64):016x}": path for path in params}
-    return lambda flat, given: call({names[key]: leaf for key, leaf in flat.items()}, given), names
-
-
-def plan_at(analysis, params, tp):
-    """The plainest plan the findings allow: each class as many ways as divide it."""
-    axes = [f"tp_{i}" for i in range(int(math.log2(tp)))]
-    specs = {}
-    for path, shape in params.items():
-        spec = [[] for _ in shape.shape]
-        finding = analysis.findings.get(path)
-        if finding and finding.dim is not None and not finding.pieces:
-            ways = 1
-            for size in finding.units:
-                take = math.gcd(size, tp // ways)
-                ways *= take
-                if take != size:
-                    break
-            spec[finding.dim] = axes[: int(math.log2(ways))]
-        specs[path] = {"spec": spec, "reordered": False}
-    return {"mesh": dict.fromkeys(axes, 2), "params": specs}
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("zoo", type=pathlib.Path)
-    parser.add_argument("names", nargs="*")
-    parser.add_argument(
-        "--show", action="store_true", help="print disagreements with their reasons"
-    )
-    args = parser.parse_args()
-    _aliases()
-    loader = importlib.util.spec_from_file_location("score", args.zoo / "score.py")
-    score = importlib.util.module_from_spec(loader)
-    loader.loader.exec_module(score)
-    failed = False
-    for name in args.names or MODELS:
-        tree = json.loads((args.zoo / "trees" / f"hf_{name}.json").read_text())
-        call, params, inputs = build(name, tree["config"])
-        shapes = {path: list(leaf.shape) for path, leaf in params.items()}
-        if shapes != tree["params"]:
-            raise SystemExit(
-                f"{name}: built shapes are not the zoo's: "
-                f"{set(map(str, shapes.items())) ^ set(map(str, tree['params'].items()))}"
-            )
-        hidden, names = scrambled(call, params)
-        start = time.perf_counter()
-        found = analyse(hidden, {key: params[path] for key, path in names.items()}, inputs)
-        seconds = time.perf_counter() - start
-        findings = {names[key]: finding for key, finding in found.findings.items()}
-        analysis = type("Named", (), {"findings": findings})
-        reached = {path: tree["expected"][path] for path in findings}
-        rows = []
-        for tp in TP:
-            part = {"name": name, "params": {p: shapes[p] for p in reached}, "expected": reached}
-            rows.append(score.score_tree(part, plan_at(analysis, params, tp), tp))
-        opaque = sorted({entry.primitive for entry in found.opaque})
-        print(
-            f"{name:22s} reached {len(reached)}/{len(params)}  "
-            + "  ".join(
-                f"tp{tp} ok {row['ok']:6.1%} agree {row['agree_share']:6.1%}"
-                for tp, row in zip(TP, rows, strict=True)
-            )
-            + f"  {seconds:.2f} s"
-            + (f"  opaque {opaque}" if opaque else ""),
-            flush=True,
-        )
-        failed |= any(row["ok"] < 1 for row in rows)
-        if args.show:
-            for path in {p for row in rows for _, p, *_ in row["worst"]}:
-                print("   ", path, shapes[path], "expected", tree["expected"][path])
-                print("        got", findings[path])
-    return int(failed)
+    return call, params, (inputs,)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    _aliases()
+    sys.exit(run(__doc__, "hf_", MODELS, build))
