@@ -283,6 +283,36 @@ def test_recurrent_cells_are_whole():
     assert set(specs(result).values()) == {"P()"}
 
 
+@pytest.mark.parametrize(
+    ("shapes", "split"),
+    [
+        ([(256, 1024), (1024, 256)], True),
+        ([(256, 1024), (256, 1024), (1024, 256)], True),
+        ([(256, 1024), (256, 1024), (1024, 256), (256, 8)], True),  # a router beside them
+        ([(256, 512), (256, 512), (256, 512), (512, 256)], False),  # q, k, v and o
+        ([(256, 512), (256, 128), (256, 128), (512, 256)], False),  # narrower keys and values
+        ([(8, 256, 64), (8, 64, 256)], False),  # layers, experts or heads
+        ([(256, 16), (16, 256)], False),  # a low rank
+        ([(256, 1024), (1024, 1024), (1024, 256)], False),  # which one is in the middle?
+    ],
+)
+@pytest.mark.parametrize("num_layers", [1, 3])
+def test_names_that_say_nothing(shapes, split, num_layers):
+    """Sizes alone: an MLP is split, what may be attention or a low rank is not."""
+    tree = {f"b/{i}/m{j}/kernel": s for i in range(num_layers) for j, s in enumerate(shapes)}
+    tree |= {f"b/{i}/n/scale": (256,) for i in range(num_layers)}
+    result = plan(tree | {"n/scale": (256,)}, 4)
+    cut = {d.shape for d in result.decisions if d.dim_on(result.mesh.tp) is not None}
+    assert cut == ({s for s in shapes if 1024 in s} if split else set())
+
+
+def test_gate_and_up_together_pair_only_as_the_tree_stores_kernels():
+    # q (in, 1024) and k (in, 512) of a strange name are no (2 inner, in) beside (in, inner).
+    shapes = {"a/kernel": (512, 1024), "b/kernel": (512, 256), "c/kernel": (1024, 512)}
+    result = plan(shapes | {"b/bias": (256,), "n/scale": (512,)}, 4)
+    assert result["b/kernel"].role == "unknown"
+
+
 # ------------------------------------------------------------ votes, fitting
 
 

@@ -58,8 +58,12 @@ class Matrix:
         """What this matrix looks like to others."""
         return self.key(self.a, self.b, self.leaf.name.word)
 
-    def partners(self) -> Iterator[tuple[tuple[object, ...], int]]:
-        """Keys of matrices that would make a pair with this, and the inner width (0: either)."""
+    def partners(self, out_first: bool) -> Iterator[tuple[tuple[object, ...], int]]:
+        """Keys of matrices that would make a pair with this, and the inner width (0: either).
+
+        Args:
+            out_first: Whether flat kernels are stored (out, in) here; stacks may be either way.
+        """
         a, b = self.a, self.b
         enters = self.leaf.name.word in (Word.IN, Word.IN_FUSED)
         other = Word.OUT if enters else Word.IN
@@ -68,8 +72,12 @@ class Matrix:
             if self.leaf.name.word is not Word.OUT:
                 return
         yield self.key(b, a), 0
-        for x, y, inner in ((b // 2, a, b // 2), (b, 2 * a, a), (b, a // 2, a // 2), (2 * b, a, b)):
-            yield self.key(x, y, other), inner
+        if self.stack is not None or not out_first:  # gate and up together as (in, 2 inner)
+            yield self.key(b // 2, a, other), b // 2
+            yield self.key(b, 2 * a, other), a
+        if self.stack is not None or out_first:  # or as (2 inner, in)
+            yield self.key(b, a // 2, other), a // 2
+            yield self.key(2 * b, a, other), b
 
 
 Option = tuple[int, int | None, int]
@@ -101,7 +109,7 @@ def votes(block: Block) -> Iterator[Vote]:
     nodes = dict.fromkeys(n for leaf in block.leaves.values() for n in leaf.nodes)
     for node in sorted(nodes, key=lambda n: (-n.count("/") - bool(n), n)):
         leaves = pending.pop(node, [])
-        for inner, members in _pairs(block, leaves):
+        for inner, members in _pairs(block, leaves, routers[node] | {block.dims.experts}):
             used = {m.leaf.param.path for m in members}
             leaves = [leaf for leaf in leaves if leaf.param.path not in used]
             yield from _pair_votes(block, node, inner, members, routers[node], biases)
@@ -129,7 +137,9 @@ def _views_of(leaf: Leaf, dims: tuple[int, ...]) -> Iterator[Matrix]:
             yield Matrix(leaf, stack, *(d for d in dims if d != stack))
 
 
-def _pairs(block: Block, leaves: list[Leaf]) -> Iterator[tuple[int, list[Matrix]]]:
+def _pairs(
+    block: Block, leaves: list[Leaf], routed: set[int]
+) -> Iterator[tuple[int, list[Matrix]]]:
     """(inner width, its matrices) at one node, the width that covers most first."""
     if len(leaves) < 2:
         return
@@ -137,15 +147,13 @@ def _pairs(block: Block, leaves: list[Leaf]) -> Iterator[tuple[int, list[Matrix]
     present = Counter(m.own_key for m in views)
     options: Options = {}
     for m in views:
-        for key, inner in m.partners():
+        for key, inner in m.partners(block.out_first(m.leaf)):
             if present[key] and min(m.a, m.b) > 1:
                 width = inner or _inner_width(block, m)
                 options.setdefault((width, m.stack, m.count), []).append(m)
                 break
     options = options or _alike(block, views) or _chain(block, views)
-    # A square matrix of the inner width leaves open what comes first, or is a recurrence.
-    squares = {m.a for m in views if m.a == m.b and m.stack is None}
-    options = {k: v for k, v in options.items() if k[0] not in squares or _sided(v)}
+    options = {k: v for k, v in options.items() if _named(v) or not _doubtful(k, v, views, routed)}
     used: set[str] = set()
     for (inner, _, _), members in sorted(options.items(), key=_covered):
         free = [m for m in members if m.leaf.param.path not in used]
@@ -177,9 +185,33 @@ def _beside_stream(block: Block, m: Matrix) -> int:
     return 0
 
 
-def _sided(members: Iterable[Matrix]) -> bool:
-    """Whether names tell which matrices enter and which leave."""
-    return all(m.leaf.name.word in (Word.IN, Word.IN_FUSED, Word.OUT) for m in members)
+def _named(members: Iterable[Matrix]) -> bool:
+    """Whether a name says that this is an MLP, or all of them sit among experts."""
+    sides = (Word.IN, Word.IN_FUSED, Word.OUT)
+    members = list(members)
+    named = any(m.leaf.name.word in sides for m in members)
+    return named or all(m.leaf.name.experts for m in members)
+
+
+def _doubtful(
+    option: Option, members: list[Matrix], views: Iterable[Matrix], routed: set[int]
+) -> bool:
+    """Whether matrices that only fit by their sizes may be something else than an MLP."""
+    inner, stack, count = option
+    if stack is not None and count not in routed:
+        return True  # the stack may be heads, and the inner width one head
+    flat = [m for m in views if m.stack is None]
+    if any(m.a == m.b == inner for m in flat):
+        return True  # leaves open what comes first, or is a recurrence
+    if any(4 * inner < max(m.a, m.b) for m in members):
+        return True  # a low rank, or a few classes
+    # Three matrices in for each one out are queries, keys and values; keys may be narrower.
+    sides = Counter((m.a, m.b) for m in members)
+    few = min(sides.values())
+    spare = Counter((m.a, m.b) for m in flat if (m.a, m.b) not in sides and m.a != m.b)
+    outer = {n for pair in sides for n in pair} - {inner}
+    keys = sum(n for pair, n in spare.items() if outer & set(pair) and n >= 2 * few)
+    return len(sides) > 1 and len(members) + keys >= 4 * few
 
 
 def _alike(block: Block, views: Iterable[Matrix]) -> Options:

@@ -126,5 +126,7 @@ def _word(modules: list[str], leaf: str, in_attention: bool) -> Word:
             return word
     if len(own) > 1 and re.search(r"^(lm head|predictions|cls)$", own[-2]):
         return Word.HEAD
+    if leaf in ("scale", "gamma"):
+        return Word.NORM
     word = _match(IN_MLP, name)
     return word if word is not Word.NONE or len(own) < 2 else _match(IN_MLP, own[-2])
