@@ -26,6 +26,7 @@ from rich.table import Table
 
 from jaxtp.mesh.links import MIB
 from jaxtp.train.preset import StepOptions, preflight_preset
+from jaxtp.xla.analysis import RUNTIME_BYTES
 from jaxtp.xla.options import compile_options
 from jaxtp.xla.report import GIB, Report, Row
 
@@ -74,7 +75,8 @@ class Compiler:
     def _compile(self, case: Case) -> Report:
         what = f"{case.step.model}, tp={case.step.tp} on {case.target}, {case.peer}"
         columns = SpinnerColumn(), TextColumn("{task.description}")
-        with Progress(*columns, console=self.console, transient=True) as progress:
+        quiet = not self.console.is_terminal
+        with Progress(*columns, console=self.console, transient=True, disable=quiet) as progress:
             task = progress.add_task(what)
 
             def show(seconds: float) -> None:
@@ -337,60 +339,54 @@ def memory(compiler: Compiler) -> Section:
 
 def gpt3(compiler: Compiler) -> Section:
     """Manual tensor parallelism, jaxtp's default and its aggressive profile on GPT-3's layers."""
-    kernel = attention()
-    batch, seq, layers = 4, 2048, 12
+    kernel, batch, seq, layers = attention(), 4, 2048, 20
     step = StepOptions(
         model="gpt3-175b", batch=batch, seq=seq, layers=layers, attention=kernel, pad_vocab=True
     )
     full = dataclasses.replace(step, remat="full")
+    hiding = dataclasses.replace(step, overlap="aggressive")
     variants = {
         "manual TP, full recomputation": Case(step=full, peer="megatron"),
         "manual TP, block outputs kept": Case(step=step, peer="megatron"),
         "jaxtp default": Case(step=step),
-        "jaxtp aggressive": Case(
-            step=dataclasses.replace(step, overlap="aggressive"), scheduler="aggressive"
-        ),
+        "jaxtp aggressive": Case(step=hiding, scheduler="aggressive"),
     }
     rates: dict[str, float] = {}
     rows: list[dict[str, Cell]] = []
-    first: Report | None = None
+    first = compiler(variants["manual TP, full recomputation"])
     for name, case in variants.items():
-        report = compiler(case)
-        half = compiler(dataclasses.replace(case, step=dataclasses.replace(case.step, layers=6)))
-        # Time is linear in the depth: the difference of the two is the price of six layers.
-        slope = (report.step_seconds_modelled - half.step_seconds_modelled) / (layers - 6)
-        rates[name] = batch / (report.step_seconds_modelled + (96 - layers) * slope)
-        first = first or report
+        shallow = dataclasses.replace(case, step=dataclasses.replace(case.step, layers=layers // 2))
+        report, half = compiler(case), compiler(shallow)
+        # Both grow linearly with the depth: the difference of the two is the price of the layers.
+        per_layer = (report.step_seconds_modelled - half.step_seconds_modelled) / (layers // 2)
+        rates[name] = batch / (report.step_seconds_modelled + (96 - layers) * per_layer)
+        layer_bytes = (report.peak_bytes - half.peak_bytes) / (layers // 2)
+        room = layers + (report.card_bytes - RUNTIME_BYTES - report.peak_bytes) / layer_bytes
         rows.append(
             {
                 "plan": name,
                 "samples/s at 96": round(rates[name], 3),
-                "throughput": f"{rates[name] / next(iter(rates.values())) - 1:+.1%}",
+                "throughput": f"{rates[name] / rates['manual TP, full recomputation'] - 1:+.1%}",
                 "GB per GPU": round(report.peak_bytes / 1e9, 2),
                 "memory": f"{report.peak_bytes / first.peak_bytes - 1:+.1%}",
+                "layers that fit": int(room),
                 **cells(report, report.floor_bytes),
             }
         )
-    for name, (throughput, space) in AUTOTP.items():
-        blank = {key: "" for key in rows[0]}
-        rows.append(
-            {**blank, "plan": f"published: {name}", "throughput": throughput, "memory": space}
-        )
-    manual, best = rates["manual TP, block outputs kept"], rates["jaxtp aggressive"]
-    default = rates["jaxtp default"]
+    blank = dict.fromkeys(rows[0], "")
+    for name, (rate, space) in AUTOTP.items():
+        rows.append({**blank, "plan": f"published: {name}", "throughput": rate, "memory": space})
+    kept, default, best = list(rates.values())[1:]
     return Section(
         title=f"gpt3-175b, {layers} of 96 layers, tp 8, batch {batch} x {seq}, {kernel} attention",
         rows=rows,
         thresholds=[
-            (
-                f"default no slower than manual: {default / manual - 1:+.1%}",
-                default >= manual * 0.999,
-            ),
+            (f"default no slower than manual: {default / kept - 1:+.1%}", default >= kept * 0.999),
             (f"aggressive faster than default: {best / default - 1:+.1%}", best > default),
         ],
         notes=[
-            f"{layers} layers in fp32 with Adam are what fits; samples/s are scaled to 96 by the "
-            "modelled time of one layer, as if the memory were there",
+            f"fp32 parameters and Adam, {RUNTIME_BYTES / GIB:.0f} GiB left to CUDA and NCCL; "
+            "samples/s are scaled to 96 layers by the modelled time of one, as if memory were there",
             "manual TP: specs by hand, constraints at the residual stream, heads and MLP, donation",
             "AutoTP's figures are its authors', on other hardware, against a manual plan of theirs",
         ],
