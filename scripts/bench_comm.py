@@ -386,7 +386,7 @@ def gpt3(compiler: Compiler) -> Section:
         ],
         notes=[
             f"fp32 parameters and Adam, {RUNTIME_BYTES / GIB:.0f} GiB left to CUDA and NCCL; "
-            "samples/s are scaled to 96 layers by the modelled time of one, as if memory were there",
+            "samples/s are scaled to 96 layers by the modelled time of one",
             "manual TP: specs by hand, constraints at the residual stream, heads and MLP, donation",
             "AutoTP's figures are its authors', on other hardware, against a manual plan of theirs",
         ],
