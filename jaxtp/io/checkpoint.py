@@ -3,6 +3,7 @@
 Stage in: a tree of placed arrays. Stage out: a folder; and back.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -11,6 +12,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from jaxtp.errors import BadCheckpoint, join
+from jaxtp.trees import PyTree, leaves, map_with_path
 
 Tree = TypeVar("Tree")
 
@@ -73,3 +75,17 @@ def _abstract(leaf: Any) -> Any:
     if not isinstance(leaf, jax.Array):
         return leaf
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+
+
+def by_path(tree: PyTree) -> dict[str, Any]:
+    """The arrays of any tree by path: what a checkpoint of it holds, whatever its classes."""
+    return dict(leaves(tree))
+
+
+def from_paths(like: Tree, arrays: Mapping[str, Any]) -> Tree:
+    """`like` with the arrays of `by_path`.
+
+    Raises:
+        KeyError: if a path is missing.
+    """
+    return map_with_path(lambda path, _: arrays[path], like)

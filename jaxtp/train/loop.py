@@ -7,9 +7,9 @@ Stage in: a state, a jitted step, batches by step number. Stage out: the trained
 import json
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 from rich.console import Console
@@ -24,17 +24,21 @@ METRICS_FILE = "metrics.jsonl"
 
 
 def fit(
-    step: Callable[[State, jax.Array], tuple[State, Metrics]],
+    step: Callable[[State, Any], tuple[State, Metrics]],
     state: State,
-    batches: Callable[[int], jax.Array],
+    batches: Callable[[int], Any],
     *,
     num_steps: int,
     folder: Path,
+    first_step: int = 0,
     evaluate: Callable[[State], float] | None = None,
     eval_every: int = 100,
+    save: Callable[[int, State], None] | None = None,
+    save_every: int = 0,
+    watchers: Sequence[Callable[[Mapping[str, float | None]], None]] = (),
     console: Console | None = None,
 ) -> State:
-    """Trains for `num_steps` steps and returns the last state.
+    """Trains up to step `num_steps` and returns the last state.
 
     Writes one JSON object a step to `folder/metrics.jsonl`: step (from 1), every scalar that `step`
     returns (loss, grad_norm, lr), tokens_per_s (over all devices), step_seconds (the first step's
@@ -43,12 +47,17 @@ def fit(
     Args:
         step: `(state, batch) -> (state, {"loss": ..., ...})`; may donate the state.
         state: Where to begin.
-        batches: Step number from 0 -> its batch, `(batch, seq + 1)` token ids, placed. Called for
-            the next step while the devices compute this one.
-        num_steps: How many steps.
+        batches: Step number from 0 -> its batch, placed: `(batch, seq + 1)` token ids, or a dict
+            with such `tokens`. Called for the next step while the devices compute this one.
+        num_steps: The last step's number.
         folder: Run folder; made if missing.
+        first_step: Steps that the state has behind it; metrics are then added to the file.
         evaluate: State -> validation loss, every `eval_every` steps and after the last.
         eval_every: Steps between evaluations, and between printed lines.
+        save: Called with the number of steps done and the state, every `save_every` steps and after
+            the last.
+        save_every: Steps between saves; 0 saves nothing.
+        watchers: Called with each line of `metrics.jsonl`.
         console: Where the bar and the lines go; default: standard output.
 
     Raises:
@@ -56,22 +65,26 @@ def fit(
     """
     folder.mkdir(parents=True, exist_ok=True)
     last_loss = math.nan
-    with (folder / METRICS_FILE).open("w", buffering=1) as log, _progress(console) as bar:
-        task = bar.add_task("compiling", total=num_steps)
-        batch = batches(0)
-        for number in range(1, num_steps + 1):
-            start, tokens = time.perf_counter(), batch.shape[0] * (batch.shape[1] - 1)
+    mode = "a" if first_step else "w"
+    with (folder / METRICS_FILE).open(mode, buffering=1) as log, _progress(console) as bar:
+        task = bar.add_task("compiling", total=num_steps, completed=first_step)
+        batch = batches(first_step)
+        for number in range(first_step + 1, num_steps + 1):
+            start, tokens = time.perf_counter(), _num_tokens(batch)
             state, metrics = step(state, batch)
             batch = batches(number)
             record = {name: float(value) for name, value in metrics.items()}  # waits for the step
             seconds = time.perf_counter() - start
             record |= {"tokens_per_s": tokens / seconds, "step_seconds": seconds}
             is_finite = math.isfinite(record["loss"])
-            is_due = number % eval_every == 0 or number == num_steps
+            is_due = _is_due(number, eval_every, num_steps)
             if evaluate is not None and is_due and is_finite:
                 record["validation_loss"] = evaluate(state)
             finite = {name: v if math.isfinite(v) else None for name, v in record.items()}
-            log.write(json.dumps({"step": number, **finite}) + "\n")
+            line: dict[str, float | None] = {"step": number, **finite}
+            log.write(json.dumps(line) + "\n")
+            for watch in watchers:
+                watch(line)
             if not is_finite:
                 raise TrainingDiverged(
                     f"the loss is {record['loss']} at step {number}; it was {last_loss:.4f} before",
@@ -82,7 +95,19 @@ def fit(
             bar.update(task, advance=1, description=_describe(record))
             if is_due:
                 bar.console.print(f"step {number:>5} of {num_steps}  {_describe(record)}")
+            if save is not None and save_every and _is_due(number, save_every, num_steps):
+                save(number, state)
     return state
+
+
+def _is_due(number: int, every: int, last: int) -> bool:
+    return number % every == 0 or number == last
+
+
+def _num_tokens(batch: Any) -> int:
+    """Tokens of a batch that are predicted, over all devices."""
+    tokens = batch["tokens"] if isinstance(batch, Mapping) else batch
+    return tokens.shape[0] * (tokens.shape[1] - 1)
 
 
 def _progress(console: Console | None) -> Progress:

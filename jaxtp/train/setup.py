@@ -1,0 +1,169 @@
+"""Settings -> everything a run needs, each piece made once and on its mesh.
+
+Stage in: a `Config`. Stage out: a `Setup`: mesh, plan, state, jitted step, data.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh
+
+from jaxtp import models
+from jaxtp.activations import use_plan
+from jaxtp.apply import shard_batch
+from jaxtp.config import Config
+from jaxtp.errors import BadConfig
+from jaxtp.init import init_sharded
+from jaxtp.mesh.build import make_mesh, plan_mesh
+from jaxtp.plan import Plan
+from jaxtp.planner import make_plan
+from jaxtp.sizes import resolve
+from jaxtp.train.language import Batch, NextToken
+from jaxtp.train.optimizer import build_optimizer
+from jaxtp.train.step import Step, jit_step
+from jaxtp.train.text import Text, read_text
+from jaxtp.train.update import TrainState, init_state, make_update
+from jaxtp.xla.options import compile_options
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Setup:
+    """A run before its first step.
+
+    Attributes:
+        config: Resolved settings.
+        model: Sizes of the model, its types as the settings want them.
+        mesh: The mesh of devices.
+        plan: Where parameters go.
+        state: The state to begin with, placed.
+        step: `(state, batch) -> (state, metrics)`, compiled at the first call.
+        text: Training and validation batches by step number.
+        validate: Mean nats per token of a state on a batch.
+    """
+
+    config: Config
+    model: models.Config
+    mesh: Mesh
+    plan: Plan
+    state: TrainState
+    step: Step[TrainState]
+    text: Text
+    validate: Callable[[TrainState, Batch], float]
+
+    def placed(self, batch: Batch) -> Batch:
+        """A host batch on the devices, split over dp and fsdp."""
+        return shard_batch(batch, self.mesh)
+
+
+def prepare(config: Config) -> Setup:
+    """Checks the settings against the devices that there are, and makes the run.
+
+    Raises:
+        BadConfig: TP020, for settings that this machine or this version cannot follow.
+        BadData: TP130, for text that is missing or too short.
+        JaxtpError: whatever `resolve`, `make_plan` and `init_sharded` raise.
+    """
+    config = resolve(config, jax.device_count())
+    _check_machine(config)
+    sizes = config.mesh
+    mesh = make_mesh(tp=sizes.tp, dp=sizes.dp, fsdp=sizes.fsdp)
+    model = dataclasses.replace(
+        models.config_of(config.model), dtype=config.precision.compute, remat=config.remat
+    )
+    text = read_text(config, model.vocab_size)
+    plan = plan_of(config, model, mesh)
+    tx, schedule = build_optimizer(config.optimizer, config.steps)
+
+    def init() -> TrainState:
+        _, params = nnx.split(models.build(model, nnx.Rngs(config.seed)))
+        return init_state(params, tx, config.precision)
+
+    state: TrainState = init_sharded(init, None, mesh, plan=plan)
+    loss = NextToken(nnx.split(models.abstract(model))[0])
+    update = make_update(
+        loss,
+        tx,
+        schedule,
+        plan,
+        mesh,
+        num_micro=config.batch.accumulation,
+        precision=config.precision,
+    )
+    options = compile_options(
+        overlap=config.communication.overlap,
+        gradient_fusion=config.communication.fusion_threshold,
+    )
+    on_gpu = jax.default_backend() == "gpu"
+    return Setup(
+        config=config,
+        model=model,
+        mesh=mesh,
+        plan=plan,
+        state=state,
+        step=jit_step(
+            update,
+            state,
+            mesh,
+            plan=plan,
+            compiler_options=options.options if on_gpu else None,
+        ),
+        text=text,
+        validate=functools.partial(_validate, _mean(loss, plan, mesh)),
+    )
+
+
+def plan_of(config: Config, model: models.Config, mesh: Mesh) -> Plan:
+    """The plan of a resolved config's model on a mesh."""
+    assert config.zero.stage is not None
+    plan = make_plan(
+        models.abstract(model),
+        mesh,
+        config=model,
+        policy=config.tensor.policy,
+        zero=config.zero.stage,
+        pad_vocab=config.tensor.pad_vocab,
+        strict=config.tensor.strict,
+    )
+    return dataclasses.replace(plan, sequence_parallel=config.zero.partition_activations)
+
+
+def _check_machine(config: Config) -> None:
+    if config.mesh.pp > 1:
+        raise BadConfig(
+            f"pp={config.mesh.pp}, but training in stages is not built yet",
+            where="mesh.pp",
+            fix="mesh.pp=1, with more tp or fsdp",
+        )
+    backend = jax.default_backend()
+    if config.precision.compute == "float16" and backend == "cpu":
+        raise BadConfig(
+            "JAX has no float16 matrix products on CPUs",
+            where="precision.compute",
+            fix="float32 or bfloat16; float16 on GPUs",
+        )
+    if config.zero.offload_optimizer != "none":
+        raise BadConfig(
+            f"the optimizer's state cannot be offloaded on the {backend} backend yet",
+            where="zero.offload_optimizer",
+            fix="none",
+        )
+
+
+def _mean(loss: NextToken, plan: Plan, mesh: Mesh) -> Callable[[TrainState, Batch], jax.Array]:
+    own_mesh = plan_mesh(mesh, plan.mesh)
+
+    @jax.jit
+    def mean(state: TrainState, batch: Batch) -> jax.Array:
+        with use_plan(plan, own_mesh):
+            return loss.total(state.params, batch) / loss.count(batch)
+
+    return mean
+
+
+def _validate(
+    mean: Callable[[TrainState, Batch], jax.Array], state: TrainState, batch: Batch
+) -> float:
+    return float(mean(state, batch))

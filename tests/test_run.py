@@ -1,0 +1,113 @@
+"""Runs from config files: scripts/train.py from the command line, and what watches a run."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxtp.config import Config, Mesh, Precision, Zero
+from jaxtp.errors import BadConfig
+from jaxtp.train import watch
+from jaxtp.train.setup import prepare
+
+ROOT = Path(__file__).parent.parent
+
+# DeepSpeed's spelling, with ZeRO-3 on top of tensor parallelism.
+FILE = {
+    "train_batch_size": 8,
+    "gradient_accumulation_steps": 2,
+    "steps": 4,
+    "seq_len": 32,
+    "tensor_parallel": {"enabled": True, "tp_size": 2},
+    "data_parallel_size": 2,
+    "zero_optimization": {"stage": 3},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    "run": {"checkpoint_every": 2, "eval_every": 2, "eval_windows": 4},
+}
+
+
+def run(folder, *flags):
+    (folder / "config.json").write_text(json.dumps(FILE))
+    command = [sys.executable, "scripts/train.py", folder / "config.json", *flags]
+    return subprocess.run(
+        [*command, "--run.folder", folder / "run"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_run_continues_where_it_stopped(tmp_path):
+    first = run(tmp_path, "--run.profile")
+    assert first.returncode == 0, first.stderr
+    for text in (
+        "config.json: zero_optimization.stage: mapped; --zero.stage",
+        "plan for fsdp=2 x tp=2",
+        "batch      8 = 2 x 2 accumulated x 2 data-parallel",
+        "operations of 3 steps, communication",
+    ):
+        assert text in first.stdout
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    before = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert [line["step"] for line in before] == [1, 2, 3, 4]
+    assert {"loss", "grad_norm", "lr", "tokens_per_s", "step_seconds"} < before[0].keys()
+    assert before[-1]["validation_loss"] < before[0]["loss"]
+
+    # As if the run had stopped after step 2: the same batches come again, to the same end.
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "4")
+    again = run(tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert "continuing after step 2" in again.stdout
+    after = [json.loads(line) for line in metrics.read_text().splitlines()][4:]
+    for old, new in zip(before[2:], after, strict=True):
+        for name in ("step", "loss", "grad_norm", "lr"):
+            assert new[name] == pytest.approx(old[name], rel=1e-6), name
+
+
+def test_mistakes_end_a_run_before_it_starts(tmp_path):
+    wrong = run(tmp_path, "--mesh.tp", "3", "--batch.size", "9")
+    assert wrong.returncode == 1
+    assert "TP003 at batch.size: a batch of 9 does not divide by accumulation 2" in wrong.stderr
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (Config(mesh=Mesh(tp=4, pp=2)), r"TP020 at mesh\.pp: pp=2, but"),
+        (Config(precision=Precision(compute="float16")), "no float16 matrix products on CPUs"),
+        (Config(zero=Zero(offload_optimizer="cpu")), "TP020 at zero.offload_optimizer"),
+        (Config(model="llama-tinny"), "TP020 at model: no preset .*\n  fix: llama-tiny"),
+    ],
+)
+def test_what_this_machine_cannot_do_is_refused(config, message):
+    with pytest.raises(BadConfig, match=message):
+        prepare(config)
+
+
+def test_tensorboard_needs_its_writer(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    with pytest.raises(BadConfig, match="pip install tensorboardX"):
+        watch.tensorboard(tmp_path)
+
+
+def test_profile_names_the_longest_operations(tmp_path):
+    profiler = watch.Profiler(tmp_path)
+    multiply = jax.jit(lambda x: x @ x)
+    x = jnp.ones((256, 256))
+    for step in range(7):
+        multiply(x).block_until_ready()
+        profiler({"step": step})
+    found = watch.operations(tmp_path)
+    assert sum(op.share for op in found) == pytest.approx(1)
+    assert found == sorted(found, key=lambda op: -op.seconds)
+    # One device multiplies; what the operation is called is up to XLA.
+    assert found[0].count == len(watch.PROFILED)
+    assert not found[0].is_communication
+    assert "communication 0.0%" in watch.table(found)
+    assert watch.operations(tmp_path / "missing") == []
