@@ -2,13 +2,13 @@
 
     pip install torch transformers==4.57.3 safetensors
     python scripts/make_hf_fixtures.py           # writes tests/fixtures/hf/*: weights and logits
-    python scripts/make_hf_fixtures.py --check   # needs jaxtp too: load_hf -> save_hf -> transformers
+    python scripts/make_hf_fixtures.py --check   # with jaxtp: load_hf -> save_hf -> transformers
 
-Every parameter is random, norms and biases too, so that a wrong name or a wrong transpose shows in the
-logits. `--check` loads each fixture with jaxtp, saves it, loads that with transformers, and compares the
-logits bit for bit with those of the fixture; it prints one line per family and writes the config.json that
-save_hf made to tests/fixtures/hf/FAMILY/saved_config.json. The tests then need no PyTorch: files equal to
-those that were checked here give the same logits.
+Every parameter is random, norms and biases too, so that a wrong name or a wrong transpose shows in
+the logits. `--check` loads each fixture with jaxtp, saves it, loads that with transformers, and
+compares the logits bit for bit with those of the fixture. It prints one line per family and keeps
+the config.json that save_hf made as tests/fixtures/hf/FAMILY/saved_config.json. The tests then need
+no PyTorch: files equal to those that were checked here give the same logits.
 """
 
 import argparse

@@ -87,23 +87,21 @@ def assemble(
     tensors = np.atleast_1d(source.tensors)
     sharding = NamedSharding(mesh, partition_spec(slot.spec))
     chunks = _chunks(source, slot, mesh)
-    whole = chunks.chunk == chunks.layers
-    fill = _filler(slot.stored, dtype, sharding, source.storage, chunks, whole)
-    array = None if whole else _zeros(slot.stored, dtype, sharding)()
+    fill = _filler(slot.stored, dtype, sharding, source.storage, chunks)
+    array = None
+    if chunks.chunk < chunks.layers:
+        array = _zeros(slot.stored, dtype, sharding)()
+    # layers[s, i]: layer i of stage s.
+    layers = tensors.reshape(chunks.stages, chunks.layers, *tensors.shape[1:])
+    place = NamedSharding(mesh, partition_spec(chunks.spec))
     for first in range(0, chunks.layers, chunks.chunk):
-        # tensors[s, i]: layer i of this chunk in stage s.
-        stages = tensors.reshape(chunks.stages, chunks.layers, *tensors.shape[1:])
-        part = stages[:, first : first + chunks.chunk]
-        stored = _read_array(
-            part,
-            source.storage.split,
-            chunks.shape,
-            NamedSharding(mesh, partition_spec(chunks.spec)),
-            pool,
-        )
+        part = layers[:, first : first + chunks.chunk]
+        stored = _read_array(part, source.storage.split, chunks.shape, place, pool)
+        if array is not None:
+            # Reading overlaps with the devices' work on the chunk before, and not on all before it:
+            # that would fill host memory.
+            array.block_until_ready()
         array = fill(array, stored, first)
-        # Otherwise reading runs ahead of the devices and fills host memory.
-        array.block_until_ready()
         advance(sum(tensor.num_bytes for tensor in part.flat))
     assert array is not None
     return array
@@ -144,20 +142,30 @@ def _filler(
     sharding: NamedSharding,
     storage: Storage,
     chunks: _Chunks,
-    whole: bool,
 ) -> Callable[[jax.Array | None, jax.Array, int], jax.Array]:
-    """A compiled function that writes a chunk of layers into the array, in place."""
+    """A function that writes a chunk of layers into the array, in place."""
     num_front = max(len(storage.stack), 1) + 1  # stages, layers, further stack dims
     order = (*range(num_front), *(num_front + d for d in storage.order))
+    spec = partition_spec(tuple(chunks.spec[d] for d in order))
 
-    def fill(array: jax.Array | None, stored: jax.Array, first: jax.Array) -> jax.Array:
-        part = stored.transpose(order).astype(dtype)
+    def turn(stored: jax.Array) -> jax.Array:
+        return stored.transpose(order)
+
+    def write(array: jax.Array | None, part: jax.Array, first: jax.Array) -> jax.Array:
         if array is None:
-            return part.reshape(shape)
+            return part.astype(dtype).reshape(shape)
         stages = array.reshape(chunks.stages, chunks.layers, *shape[1:])
+        part = part.astype(dtype)
         return jax.lax.dynamic_update_slice_in_dim(stages, part, first, axis=1).reshape(shape)
 
-    return jax.jit(fill, out_shardings=sharding, donate_argnums=() if whole else 0)
+    if chunks.chunk == chunks.layers:
+        return jax.jit(
+            lambda _, part, first: write(None, turn(part), first), out_shardings=sharding
+        )
+    # Two programs: fused with the update, the transpose takes XLA five times as long on CPUs.
+    turned = jax.jit(turn, out_shardings=NamedSharding(sharding.mesh, spec))
+    written = jax.jit(write, out_shardings=sharding, donate_argnums=0)
+    return lambda array, stored, first: written(array, turned(stored), first)
 
 
 def _read_array(

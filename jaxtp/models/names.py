@@ -108,6 +108,9 @@ GPT2 = {
 }
 """GPT-2."""
 
+HEAD = "lm_head.weight"
+"""Never has the prefix of the other names. Files of tied models may hold it; they need not."""
+
 BUFFERS = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$")
 """Tensors in older files that are no parameters: rotary frequencies and causal masks."""
 

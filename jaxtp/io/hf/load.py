@@ -26,13 +26,15 @@ from jaxtp.io.progress import byte_bar
 from jaxtp.io.safetensors import Tensor
 from jaxtp.mesh.build import auto_context, plan_mesh
 from jaxtp.models import GPT, Llama, abstract
-from jaxtp.models.names import BUFFERS, Storage, storage, table_of
+from jaxtp.models.names import BUFFERS, HEAD, Storage, storage, table_of
 from jaxtp.plan import Plan
 from jaxtp.state import slots
 from jaxtp.trees import PyTree, flatten, map_with_path
 
 FLOATS = ("float32", "bfloat16", "float16")
 """Types that weights may have; quantised checkpoints are not supported."""
+
+TWO_MODELS = "download the checkpoint again; its config.json and its files are of two models"
 
 NUM_THREADS = 8
 """Reads in flight; enough for NVMe and for network file systems."""
@@ -120,44 +122,42 @@ def _file_dtype(fields: Mapping[str, Any], stored: Mapping[str, Tensor], where: 
 
 
 def _match(
-    model: PyTree, stored: dict[str, Tensor], folder: Path, *, any_float: bool
+    model: PyTree, stored: Mapping[str, Tensor], folder: Path, *, any_float: bool
 ) -> dict[str, Source]:
     """Which tensors each parameter is made of; every tensor is used, or known not to be needed."""
-    config = model.config
-    table, problems = table_of(config), Problems()
-    prefix = next(iter(table.values())).name.partition(".")[0] + "."
-    if not any(name.startswith(prefix) for name in stored):
-        # Saved from the model without its head, as the published GPT-2 is.
-        stored = {name if name in table else prefix + name: t for name, t in stored.items()}
+    table, problems = table_of(model.config), Problems()
+    stored = _with_prefix(stored, next(iter(table.values())).name.partition(".")[0] + ".")
     sources: dict[str, Source] = {}
-    missing: list[str] = []
-    used: set[str] = set()
+    wanted: set[str] = set()
     for path, param in flatten(model).items():
         how = storage(table[path], param.shape)
-        tensors = np.empty(how.stack, object)
+        sources[path] = Source(np.empty(how.stack, object), how)
         for index in np.ndindex(how.stack):
             name = table[path].name.format(*index)
-            tensor = stored.get(name)
-            used.add(name)
-            if tensor is None:
-                missing.append(name)
-            else:
-                tensors[index] = tensor
-                _check(tensor, how, config.param_dtype, problems, any_float=any_float)
-        sources[path] = Source(tensors, how)
-    fix = "download the checkpoint again; its config.json and its files are of two models"
-    if missing:
+            wanted.add(name)
+            if name in stored:
+                sources[path].tensors[index] = stored[name]
+                _check(stored[name], how, model.config.param_dtype, problems, any_float=any_float)
+    if missing := sorted(wanted - stored.keys()):
         what = f"{len(missing)} tensors are missing: {join(missing)}"
-        problems.add(BadWeights(what, where=str(folder), fix=fix))
-    # Under tied embeddings some files have the head a second time.
-    tied = {"lm_head.weight"} if "lm_head/kernel" not in sources else set[str]()
-    extra = [n for n in stored.keys() - used - tied if not BUFFERS.search(n)]
+        problems.add(BadWeights(what, where=str(folder), fix=TWO_MODELS))
+    extra = [n for n in stored.keys() - wanted - {HEAD} if not BUFFERS.search(n)]
     if extra:
         files = join(sorted({str(stored[name].file) for name in extra}))
         what = f"{len(extra)} tensors are not of this model: {join(sorted(extra))}"
-        problems.add(BadWeights(what, where=files, fix=fix))
+        problems.add(BadWeights(what, where=files, fix=TWO_MODELS))
     problems.raise_any()
     return sources
+
+
+def _with_prefix(stored: Mapping[str, Tensor], prefix: str) -> Mapping[str, Tensor]:
+    """Tensors by the names that a whole model gives them.
+
+    Files saved from the model without its head lack the prefix; the published GPT-2 is such a file.
+    """
+    if any(name.startswith(prefix) for name in stored):
+        return stored
+    return {name if name == HEAD else prefix + name: tensor for name, tensor in stored.items()}
 
 
 def _check(
@@ -167,7 +167,7 @@ def _check(
         problems.add(
             tensor.bad(
                 f"has shape {list(tensor.shape)}, the config asks for {list(how.shape)}",
-                "download the checkpoint again; its config.json and its files are of two models",
+                TWO_MODELS,
             )
         )
     exact = tensor.dtype in FLOATS and jnp.promote_types(tensor.dtype, param_dtype) == param_dtype
