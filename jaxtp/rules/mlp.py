@@ -94,30 +94,35 @@ def votes(block: Block) -> Iterator[Vote]:
     """
     pending: defaultdict[str, list[Leaf]] = defaultdict(list)
     biases: defaultdict[str, list[Leaf]] = defaultdict(list)
-    routers: defaultdict[str, set[int]] = defaultdict(set)
-    scores: defaultdict[str, set[int]] = defaultdict(set)
+    routers = _sizes_near(block, {Word.ROUTER})
+    gates = _sizes_near(block, {Word.ROUTER, Word.IN})  # "gate" may mean either
     for leaf in block.leaves.values():
-        word = leaf.name.word
         if leaf.name.bias:
             biases[leaf.name.stem].append(leaf)
-        elif word not in NOT_MLP and (len(leaf.core) in (2, 3) or 2 in leaf.sizes):
+        elif leaf.name.word not in NOT_MLP and (len(leaf.core) in (2, 3) or 2 in leaf.sizes):
             pending[leaf.nodes[0]].append(leaf)
-        if word in (Word.ROUTER, Word.IN) and len(leaf.sizes) == 2:
-            for node in leaf.nodes[:4]:
-                routers[node] |= set(leaf.sizes)
-                scores[node] |= set(leaf.sizes if word is Word.ROUTER else ())
     nodes = dict.fromkeys(n for leaf in block.leaves.values() for n in leaf.nodes)
     for node in sorted(nodes, key=lambda n: (-n.count("/") - bool(n), n)):
         leaves = pending.pop(node, [])
-        for inner, members in _pairs(block, leaves, routers[node] | {block.dims.experts}):
+        for inner, members in _pairs(block, leaves, gates[node] | {block.dims.experts}):
             used = {m.leaf.param.path for m in members}
             leaves = [leaf for leaf in leaves if leaf.param.path not in used]
-            yield from _pair_votes(block, node, inner, members, routers[node], biases)
-        for vote in _flattened_votes(block, node, leaves, scores[node]):
+            yield from _pair_votes(block, node, inner, members, gates[node], biases)
+        for vote in _flattened_votes(block, node, leaves, routers[node]):
             leaves = [leaf for leaf in leaves if leaf.param.path != vote.path]
             yield vote
         if node and leaves:
             pending[node.rpartition("/")[0]].extend(leaves)
+
+
+def _sizes_near(block: Block, named: set[Word]) -> defaultdict[str, set[int]]:
+    """Node -> sizes of kernels of that name up to three levels below it."""
+    found: defaultdict[str, set[int]] = defaultdict(set)
+    for leaf in block.leaves.values():
+        if leaf.name.word in named and len(leaf.sizes) == 2:
+            for node in leaf.nodes[:4]:
+                found[node] |= set(leaf.sizes)
+    return found
 
 
 def _views(leaf: Leaf) -> Iterator[Matrix]:
@@ -272,12 +277,12 @@ def _pair_votes(
 
 
 def _flattened_votes(
-    block: Block, node: str, leaves: Iterable[Leaf], scores: set[int]
+    block: Block, node: str, leaves: Iterable[Leaf], routed: set[int]
 ) -> Iterator[Vote]:
     """Experts one after another in one dim: (experts x inner, stream), each matrix stored alike."""
     flat = [leaf for leaf in leaves if leaf.name.experts and len(leaf.sizes) == 2]
     streams = block.streams | block.widths
-    experts = block.dims.experts or min(scores - streams, default=0)
+    experts = block.dims.experts or min(routed - streams, default=0)
     for leaf in flat if experts > 1 and len(flat) > 1 else ():
         outer = [d for d in leaf.core if leaf.param.shape[d] not in streams]
         if len(outer) == 1 and leaf.param.shape[outer[0]] % experts == 0:
