@@ -7,11 +7,8 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
 from graph_models import Case, Sizes, model, prefixed, stream, tokens
-from graph_more_models import MODELS
 
 from jaxtp import models
-
-__all__ = ["MODELS"]
 
 # ---- Linen -------------------------------------------------------------------------------------
 

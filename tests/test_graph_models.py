@@ -1,16 +1,19 @@
 """Findings on small models: right, whatever the names and the sizes."""
 
 import dataclasses
+import importlib
 import random
 import sys
 
 import jax
 import pytest
-from graph_flax_models import MODELS
-from graph_models import DISTINCT, EQUAL, SINGLE, Sizes, decoder, f32
+from graph_models import DISTINCT, EQUAL, MODELS, SINGLE, Sizes, decoder, f32
 
 from jaxtp import trees
 from jaxtp.rules.graph import analyse, analyse_jaxpr
+
+for family in ("fused", "mixer", "expert", "stream", "flax"):
+    importlib.import_module(f"graph_{family}_models")  # each fills the table
 
 SIZES = {"distinct": DISTINCT, "equal": EQUAL, "single": SINGLE}
 

@@ -94,7 +94,22 @@ class Analysis:
 
     def dim_classes(self, value: Value) -> tuple[DimClass, ...]:
         """What each dim of a value in `scope` is."""
-        return tuple(self._dim_class(dim) for dim in value.dims)
+        return tuple(map(self.dim_class, value.dims))
+
+    def dim_class(self, dim: Dim) -> DimClass:
+        """What one dim is; facts such as `Value.product` hold dims too."""
+        regions, evidence = self._regions, self._regions.evidence
+        parts = regions.parts(dim)
+        option = regions.option(0, parts)
+        if option and all(part.lead[0] in regions.split for part in parts):
+            group = regions.split[parts[0].lead[0]].name
+            return DimClass("region", group, option.units, option.classes, option.pieces)
+        atoms = resolve(dim)
+        if atoms and atoms[0] in evidence.streams:
+            known = evidence.known.get(atoms[0])
+            is_feature = known is not None and bool(known.produced or known.contracted)
+            return DimClass("feature" if is_feature else "position")
+        return DimClass("")
 
     def classes(self) -> tuple[ClassInfo, ...]:
         """Every class that a fact speaks about, in program order."""
@@ -124,20 +139,6 @@ class Analysis:
         lines += [f"{path}: not reached by the traced call" for path in self.unreached]
         lines += [f"{o.primitive}: {o.reason} {o.where}".rstrip() for o in self.opaque]
         return "\n".join(lines)
-
-    def _dim_class(self, dim: Dim) -> DimClass:
-        regions, evidence = self._regions, self._regions.evidence
-        parts = regions.parts(dim)
-        option = regions.option(0, parts)
-        if option and all(part.lead[0] in regions.split for part in parts):
-            group = regions.split[parts[0].lead[0]].name
-            return DimClass("region", group, option.units, option.classes, option.pieces)
-        atoms = resolve(dim)
-        if atoms and atoms[0] in evidence.streams:
-            known = evidence.known.get(atoms[0])
-            is_feature = known is not None and bool(known.produced or known.contracted)
-            return DimClass("feature" if is_feature else "position")
-        return DimClass("")
 
 
 def _line(finding: Finding) -> str:
