@@ -12,7 +12,7 @@ from jaxtp.config import Optimizer, Precision
 from jaxtp.train.language import NextToken
 from jaxtp.train.optimizer import build_optimizer
 from jaxtp.train.step import jit_step
-from jaxtp.train.update import init_state, make_update
+from jaxtp.train.update import init_state, make_update, to_host
 
 FLOAT32 = Precision(compute="float32")
 SIZES = {
@@ -40,7 +40,7 @@ def host_params(config):
     return jaxtp.unshard(nnx.split(models.build(config))[1])
 
 
-def prepare(name, mesh, *, zero=0, num_micro=1, precision=FLOAT32):
+def prepare(name, mesh, *, zero=0, num_micro=1, precision=FLOAT32, offload=False):
     """The plan, the state and the step of a run, on a mesh of devices."""
     config = MODELS[name]
     settings = Optimizer(learning_rate=1e-2, weight_decay=0.1, options={"eps": 1e-5})
@@ -50,6 +50,7 @@ def prepare(name, mesh, *, zero=0, num_micro=1, precision=FLOAT32):
 
     state = init_state(host_params(config), tx, precision)
     state = jaxtp.shard(state, mesh, plan=plan)
+    state = to_host(state) if offload else state
     update = make_update(
         NextToken(nnx.split(abstract)[0]),
         tx,
@@ -58,6 +59,7 @@ def prepare(name, mesh, *, zero=0, num_micro=1, precision=FLOAT32):
         mesh,
         num_micro=num_micro,
         precision=precision,
+        offload=offload,
     )
     return plan, state, jit_step(update, state, mesh, plan=plan)
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxtp.config import Config, Mesh, Precision, Zero
+from jaxtp.config import Config, Mesh, Precision
 from jaxtp.errors import BadConfig
 from jaxtp.train import watch
 from jaxtp.train.setup import prepare
@@ -81,7 +81,6 @@ def test_mistakes_end_a_run_before_it_starts(tmp_path):
     [
         (Config(mesh=Mesh(tp=4, pp=2)), r"TP020 at mesh\.pp: pp=2, but"),
         (Config(precision=Precision(compute="float16")), "no float16 matrix products on CPUs"),
-        (Config(zero=Zero(offload_optimizer="cpu")), "TP020 at zero.offload_optimizer"),
         (Config(model="llama-tinny"), "TP020 at model: no preset .*\n  fix: llama-tiny"),
     ],
 )

@@ -16,7 +16,7 @@ from jaxtp.config import Optimizer, Precision
 from jaxtp.errors import BadConfig
 from jaxtp.train.language import NextToken, positions, predicted
 from jaxtp.train.optimizer import build_optimizer, build_schedule
-from jaxtp.train.update import LossScale, init_state
+from jaxtp.train.update import LossScale, init_state, to_host
 
 
 @pytest.mark.parametrize(
@@ -138,3 +138,29 @@ def test_fixed_loss_scale_stays():
     for number in range(3):
         state, _ = step(state, batch(number))
     assert float(state.loss_scale.scale) == 4
+
+
+def test_offloaded_state_stays_on_the_host_and_changes_no_number():
+    mesh = jaxtp.make_mesh(tp=4, fsdp=2)
+    plan, state, step = prepare("llama", mesh, zero=1, offload=True)
+    assert plan.zero == 1
+    for number in range(3):
+        state, metrics = step(state, batch(number))
+        moments = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim]
+        assert {leaf.sharding.memory_kind for leaf in moments} == {"pinned_host"}
+        assert {p.sharding.memory_kind for p in jax.tree.leaves(state.params)} == {"device"}
+        assert float(metrics["loss"]) == pytest.approx(reference("llama")[0][number], abs=3e-5)
+    assert step.jitted._cache_size() == 1
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=3e-5),
+        jaxtp.unshard(state.params),
+        reference("llama")[2],
+    )
+
+
+def test_offload_needs_memory_that_the_devices_reach(monkeypatch):
+    config = MODELS["llama"]
+    state = init_state(nnx.split(models.build(config))[1], optax.adam(1e-3), Precision())
+    monkeypatch.setattr("jaxtp.train.update.HOST", "unreachable")
+    with pytest.raises(BadConfig, match=r"TP020 at zero\.offload_optimizer: .*, not unreachable"):
+        to_host(state)

@@ -25,7 +25,7 @@ from jaxtp.train.language import Batch, NextToken
 from jaxtp.train.optimizer import build_optimizer
 from jaxtp.train.step import Step, jit_step
 from jaxtp.train.text import Text, read_text
-from jaxtp.train.update import TrainState, init_state, make_update
+from jaxtp.train.update import TrainState, init_state, make_update, to_host
 from jaxtp.xla.options import compile_options
 
 
@@ -82,6 +82,9 @@ def prepare(config: Config) -> Setup:
         return init_state(params, tx, config.precision)
 
     state: TrainState = init_sharded(init, None, mesh, plan=plan)
+    offload = config.zero.offload_optimizer == "cpu"
+    if offload:
+        state = to_host(state)
     loss = NextToken(nnx.split(models.abstract(model))[0])
     update = make_update(
         loss,
@@ -91,6 +94,7 @@ def prepare(config: Config) -> Setup:
         mesh,
         num_micro=config.batch.accumulation,
         precision=config.precision,
+        offload=offload,
     )
     options = compile_options(
         overlap=config.communication.overlap,
@@ -137,18 +141,11 @@ def _check_machine(config: Config) -> None:
             where="mesh.pp",
             fix="mesh.pp=1, with more tp or fsdp",
         )
-    backend = jax.default_backend()
-    if config.precision.compute == "float16" and backend == "cpu":
+    if config.precision.compute == "float16" and jax.default_backend() == "cpu":
         raise BadConfig(
             "JAX has no float16 matrix products on CPUs",
             where="precision.compute",
             fix="float32 or bfloat16; float16 on GPUs",
-        )
-    if config.zero.offload_optimizer != "none":
-        raise BadConfig(
-            f"the optimizer's state cannot be offloaded on the {backend} backend yet",
-            where="zero.offload_optimizer",
-            fix="none",
         )
 
 

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtp.activations import use_plan
 from jaxtp.config import Precision
+from jaxtp.errors import BadConfig, join
 from jaxtp.mesh.build import plan_mesh
 from jaxtp.plan import Plan
 from jaxtp.state import plan_slots
@@ -23,6 +24,10 @@ from jaxtp.trees import PyTree, map_with_path, partition_spec
 
 FIRST_SCALE = 2.0**15
 """Where an adaptive loss scale starts, as in Micikevicius et al. 2018 and DeepSpeed."""
+
+
+HOST = "pinned_host"
+"""JAX's name for host memory that devices read and write directly."""
 
 
 class Loss(Protocol):
@@ -92,6 +97,7 @@ def make_update(
     *,
     num_micro: int = 1,
     precision: Precision | None = None,
+    offload: bool = False,
 ) -> Update:
     """A step function for `jit_step`.
 
@@ -106,6 +112,7 @@ def make_update(
         mesh: The mesh that the state is placed on.
         num_micro: Micro-batches; the batch size is a multiple of it.
         precision: Loss scaling; by default there is none.
+        offload: The optimizer's state comes from the host's memory, see `to_host`.
     """
     settings = precision or Precision()
 
@@ -121,7 +128,9 @@ def make_update(
             total = total / scale
             grads = jax.tree.map(lambda grad: grad / scale, grads)
         norm = optax.tree.norm(grads)
-        changes, opt_state = tx.update(grads, state.opt_state, state.params)
+        changes, opt_state = tx.update(
+            grads, _to_device(state.opt_state) if offload else state.opt_state, state.params
+        )
         new = TrainState(
             optax.apply_updates(state.params, changes),
             opt_state,
@@ -135,6 +144,30 @@ def make_update(
         return new, {name: jnp.float32(value) for name, value in metrics.items()}
 
     return update
+
+
+def to_host(state: TrainState) -> TrainState:
+    """The state with the optimizer's arrays in the host's pinned memory; its counters stay.
+
+    `jit_step` then returns them there. They cross to the device during the step, when the update
+    needs them.
+
+    Raises:
+        BadConfig: TP020, if the devices cannot reach such memory.
+    """
+    device = jax.local_devices()[0]
+    kinds = [memory.kind for memory in device.addressable_memories()]
+    if HOST not in kinds:
+        raise BadConfig(
+            f"a {device.device_kind} reaches the memories {join(kinds)}, not {HOST}",
+            where="zero.offload_optimizer",
+            fix="none; or shard the state further with zero.stage and mesh.fsdp",
+        )
+
+    def move(leaf: jax.Array) -> jax.Array:
+        return jax.device_put(leaf, leaf.sharding.with_memory_kind(HOST)) if leaf.ndim else leaf
+
+    return dataclasses.replace(state, opt_state=jax.tree.map(move, state.opt_state))
 
 
 def mean_gradients(
@@ -251,3 +284,7 @@ def _unless_overflow(
             good_steps=jnp.where(is_finite & ~grows, good, 0),
         ),
     )
+
+
+def _to_device(tree: PyTree) -> PyTree:
+    return jax.tree.map(lambda leaf: jax.device_put(leaf, jax.memory.Space.Device), tree)
