@@ -172,8 +172,8 @@ class Data:
     """A Hugging Face `tokenizer.json`; default: bytes."""
 
     packed: bool = False
-    """Fill sequences with whole documents that do not see each other, instead of windows of one
-    long text."""
+    """Keep attention, positions and loss inside each document of a sequence; otherwise documents
+    are one long text."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
