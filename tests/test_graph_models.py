@@ -151,6 +151,24 @@ def test_experts_have_the_width_inside_as_alternative():
     }
 
 
+def test_classes_can_be_printed():
+    """Size, members, who makes and who contracts it, where it came from, and why it is whole."""
+    case = MODELS["llama"](DISTINCT)
+    analysis = read(case.fn, case.params, case.inputs, DISTINCT)
+    known = {info.number: info for info in analysis.classes()}
+    query = analysis.findings["blocks/0/attn/q"]
+    kv, group = (known[number] for number in query.classes)
+    assert (kv.kind, kv.size, group.size) == ("inner", 2, 4)
+    assert kv.members == tuple(f"blocks/0/attn/{n}" for n in ("k[1]", "o[0]", "q[1]", "v[1]"))
+    assert kv.contracted == ("blocks/0/attn/o",)
+    assert set(kv.produced) == {f"blocks/0/attn/{n}" for n in "qkv"}
+    assert "graph_models.py:" in kv.origin
+    streams = [info for info in known.values() if info.kind == "stream" and info.members]
+    assert [info.size for info in streams] == [DISTINCT.width]
+    widths = [info for info in known.values() if "summed in a product" in " ".join(info.reasons)]
+    assert any(info.size == DISTINCT.head and info.cuts for info in widths)
+
+
 def test_tiled_heads_share_the_class_but_not_its_place():
     """The kv class is major in k and minor in q: splitting it in q first would be wrong."""
     case = MODELS["grouped_by_tile"](DISTINCT)

@@ -21,7 +21,7 @@ from jaxtp.rules.graph.facts import Finding, Opaque
 from jaxtp.rules.graph.handlers import HANDLERS, SIGNATURES, VIEWS
 from jaxtp.rules.graph.regions import Regions
 from jaxtp.rules.graph.report import Reporter
-from jaxtp.rules.graph.walk import Index, Kind, Scope, Value, Walk, is_integer
+from jaxtp.rules.graph.walk import Index, Kind, Scope, Value, Walk, is_integer, where
 
 MIN_VOCAB = 1024
 """Rows below which a vocabulary is not worth an all-reduce: a price, not a fact."""
@@ -60,6 +60,7 @@ class ClassInfo:
         produced: Parameters whose products have it as a free output.
         contracted: Parameters whose products sum over it.
         cuts: (start, stop) pieces seen, in elements.
+        origin: The line that split it off a larger dim, "" if none did.
         reasons: Why it cannot be split.
     """
 
@@ -70,6 +71,7 @@ class ClassInfo:
     produced: tuple[str, ...]
     contracted: tuple[str, ...]
     cuts: tuple[tuple[int, int], ...]
+    origin: str
     reasons: tuple[str, ...]
 
 
@@ -128,6 +130,7 @@ class Analysis:
                 produced=tuple(dict.fromkeys(fact.path for fact in known.produced)),
                 contracted=tuple(dict.fromkeys(fact.path for fact in known.contracted)),
                 cuts=tuple(sorted(atom.cuts)),
+                origin="" if atom.origin is None else where(atom.origin),
                 reasons=tuple(dict.fromkeys(known.whole + known.needed)),
             )
             for atom, known in evidence.known.items()

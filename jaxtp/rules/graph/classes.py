@@ -23,7 +23,7 @@ class Atom:
         parent: The atom this one was merged into, or None.
         parts: Major and minor factor once refined, or None.
         cuts: Named pieces, (start, stop) in elements of this atom -> dim of that size.
-        origin: The equation that refined it (whatever the walker put in `Classes.origin`).
+        origin: The equation that split it or split it off (what was in `Classes.origin` then).
     """
 
     __slots__ = ("cuts", "number", "origin", "parent", "parts", "size")
@@ -195,7 +195,9 @@ class Classes:
         minor = atom.size // major
         parts = self.fresh(major) + self.fresh(minor)
         assert len(parts) == 2, "a part of size 1 is no refinement"
-        atom.parts, atom.origin = parts, self.origin
+        atom.parts = parts
+        for touched in (atom, *parts):
+            touched.origin = self.origin
         for (start, stop), piece in atom.cuts.items():
             if start % minor == 0 and stop % minor == 0:
                 self.unify(self._piece(parts[0], start // minor, stop // minor) + parts[1:], piece)

@@ -22,7 +22,6 @@ class Contraction:
         summed: The dims summed over.
         free: The weight's dims that appear in the output.
         batch: The weight's dims that pair off with the activation's (stacked experts).
-        output: Elements of the result.
         equation: The jaxpr equation, for its source line.
     """
 
@@ -30,7 +29,6 @@ class Contraction:
     summed: Dims
     free: Dims
     batch: Dims
-    output: int
     equation: Any = dataclasses.field(repr=False)
 
 

@@ -7,7 +7,7 @@ lookup and conv facts.
 from collections.abc import Sequence
 from typing import Any
 
-from jaxtp.rules.graph.classes import Dim, Dims, dim_size
+from jaxtp.rules.graph.classes import Dim, Dims
 from jaxtp.rules.graph.facts import Contraction, Lookup, Product, Whole
 from jaxtp.rules.graph.shapes import needs_whole
 from jaxtp.rules.graph.walk import Kind, Result, Value, Walk, shape_of
@@ -48,9 +48,7 @@ def multiply(
         # Learned queries meet their projection: either side may be the kernel, and both are told.
         for side, own, other in zip(sides, free, reversed(sides), strict=True):
             if other.kind is Kind.PARAMETER:
-                walk.facts.append(
-                    Contraction(side.path, summed, own, (), dim_size(sum(dims, ())), equation)
-                )
+                walk.facts.append(Contraction(side.path, summed, own, (), equation))
         return walk.derive(aval, dims, sides, path="")
     weight = kinds.index(Kind.PARAMETER) if Kind.PARAMETER in kinds else None
     if weight is None or (batch and not sides[weight].path):
@@ -62,7 +60,7 @@ def multiply(
     path, value = sides[weight].path, sides[1 - weight]
     if value.one_hot:
         return _look_up(walk, equation, sides[weight], value, sum(summed, ()), free[weight], dims)
-    fact = Contraction(path, summed, free[weight], batch, dim_size(sum(dims, ())), equation)
+    fact = Contraction(path, summed, free[weight], batch, equation)
     walk.facts.append(fact)
     return walk.derive(aval, dims, sides, kernel=True, scores=False, product=fact)
 

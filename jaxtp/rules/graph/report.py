@@ -118,7 +118,7 @@ class Reporter:
         if any(self._is_low_rank(use) for use in self._contractions(path)):
             return "low_rank", "a narrow width that no kernel leads back to the residual stream"
         layers = [evidence.of(resolve(dim)[0]).layer for dim in evidence.params[path] if dim]
-        if not (uses or offset) and layers.count(False) < 2:
+        if not (uses or offset) and layers.count(False) == 1:
             return "norm", "scales or shifts what lies on every device"
         return "replicated", ""
 
@@ -155,13 +155,13 @@ class Reporter:
         return "is cut into pieces that are not all split" if known.produced else "is only indexed"
 
     def _at(self, equation: Any) -> str:
-        """The source line of an equation in brackets, or nothing."""
+        """The source line of an equation, or nothing."""
         if equation is None:
             return ""
         if id(equation) not in self._lines:
             self._lines[id(equation)] = where(equation)
         line = self._lines[id(equation)]
-        return f" ({line})" if line else ""
+        return f" at {line}" if line else ""
 
 
 def _quote(facts: Sequence[Contraction]) -> str:
