@@ -22,11 +22,14 @@ from flax import nnx
 
 import jaxtp
 from jaxtp import models
+from jaxtp.config import load
 from jaxtp.io import checkpoint
 from jaxtp.train import data
 from jaxtp.train.loop import METRICS_FILE, fit
+from jaxtp.train.optimizer import build_optimizer
 from jaxtp.xla import running
 
+CONFIG, _ = load(Path(__file__).with_suffix(".toml"))
 TrainState = tuple[models.Llama, nnx.Optimizer]
 
 
@@ -34,28 +37,28 @@ TrainState = tuple[models.Llama, nnx.Optimizer]
 class Settings:
     """Trains a small Llama on Python sources, on simulated devices."""
 
-    dp: int = 2
+    dp: int = CONFIG.mesh.dp
     """Replicas."""
 
-    tp: int = 4
+    tp: int = CONFIG.mesh.tp
     """Devices along the tensor axis."""
 
-    steps: int = 400
+    steps: int = CONFIG.steps
     """Training steps."""
 
-    batch_size: int = 16
+    batch_size: int = CONFIG.batch.size
     """Windows in a batch, over all devices."""
 
-    seq_len: int = 128
+    seq_len: int = CONFIG.seq_len
     """Bytes that the model reads of a window."""
 
-    learning_rate: float = 4e-3
+    learning_rate: float = CONFIG.optimizer.learning_rate
     """Peak of the schedule: linear warm-up over a tenth of the steps, then cosine to a tenth."""
 
-    eval_windows: int = 256
+    eval_windows: int = CONFIG.run.eval_windows
     """Windows of the validation text to judge by, the baselines included."""
 
-    seed: int = 0
+    seed: int = CONFIG.seed
     """Of the parameters and of the batches."""
 
     folder: Path = Path("runs")
@@ -75,29 +78,26 @@ def main(settings: Settings) -> None:
 
     # The model is single-device code; the mesh and the plan are all that parallelism takes.
     mesh = jaxtp.make_mesh(dp=settings.dp, tp=settings.tp)
-    plan = jaxtp.make_plan(models.abstract("llama-tiny"), mesh, strict=True)
+    plan = jaxtp.make_plan(models.abstract(CONFIG.model), mesh, strict=True)
     print(f"{plan}\n")
 
-    schedule = optax.warmup_cosine_decay_schedule(
-        init_value=0.0,
-        peak_value=settings.learning_rate,
+    # The optimizer of quickstart.toml, its schedule stretched over these steps.
+    optimizer_settings = dataclasses.replace(
+        CONFIG.optimizer,
+        learning_rate=settings.learning_rate,
         warmup_steps=settings.steps // 10,
-        decay_steps=settings.steps,
-        end_value=settings.learning_rate / 10,
     )
-    tx = optax.chain(
-        optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.99, weight_decay=0.1)
-    )
+    tx, schedule = build_optimizer(optimizer_settings, settings.steps)
 
     def init() -> models.Llama:
-        return models.build("llama-tiny", nnx.Rngs(settings.seed))
+        return models.build(CONFIG.model, nnx.Rngs(settings.seed))
 
     def step_fn(state: TrainState, tokens: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
         model, optimizer = state
         loss, grads = nnx.value_and_grad(loss_fn)(model, tokens)
         lr = jnp.asarray(schedule(optimizer.step[...]))
         optimizer.update(model, grads)
-        return state, {"loss": loss, "grad_norm": optax.global_norm(grads), "lr": lr}
+        return state, {"loss": loss, "grad_norm": optax.tree.norm(grads), "lr": lr}
 
     state: TrainState = jaxtp.init_sharded(init, tx, mesh, plan=plan)
     step = jaxtp.jit_step(step_fn, state, mesh, plan=plan)

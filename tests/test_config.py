@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 import tyro
@@ -247,3 +248,9 @@ def test_every_setting_is_explained_and_there_are_few():
     kinds = {type(getattr(Config(), f.name)) for f in dataclasses.fields(Config)}
     assert all(kind.__doc__ for kind in kinds)
     check_golden("settings.txt", "\n".join((*names, "")))
+
+
+def test_config_of_the_quickstart_is_such_a_file():
+    config, lines = load(Path(__file__).parent.parent / "scripts" / "quickstart.toml")
+    assert lines == ()
+    assert resolve(config, 8).mesh == Mesh(tp=4, dp=2)
