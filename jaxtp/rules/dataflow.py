@@ -33,10 +33,15 @@ def votes(fn: Any, params: PyTree, inputs: Sequence[Any] | None) -> Iterator[Vot
         BadTree: TP046, if there are inputs but nothing to call.
     """
     if fn is not None or inputs is not None:
-        yield from finding_votes(analyse(_callable(fn, params), params, *(inputs or ())))
+        yield from finding_votes(analyse(forward(fn, params), params, *(inputs or ())))
 
 
-def _callable(fn: Any, params: PyTree) -> Callable[..., Any]:
+def forward(fn: Any, params: PyTree) -> Callable[..., Any]:
+    """The function of `(params, *inputs)` that a function, a Linen module or None stands for.
+
+    Raises:
+        BadTree: TP046, if there is nothing to call.
+    """
     if fn is None:
         if not callable(params):
             raise BadTree(

@@ -1,0 +1,218 @@
+"""Is it the same function? Sharded against unsharded, a little wider at each step.
+
+Stage in: a function, its parameters and inputs, a mesh. Stage out: a table of outputs and gradients
+compared, or a coded error with the first path that differs.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxtp.apply import shard, shard_batch, unshard
+from jaxtp.errors import ParityFailed
+from jaxtp.mesh.axes import MeshShape
+from jaxtp.mesh.build import make_mesh
+from jaxtp.plan import Plan
+from jaxtp.planner import make_plan
+from jaxtp.rules.dataflow import forward
+from jaxtp.trees import PyTree, as_pytree, leaves
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Comparison:
+    """One mesh against one device.
+
+    Attributes:
+        mesh: The plan's mesh, as text.
+        sharded: Parameters on the tensor axis, and all.
+        bytes_per_device: Parameters on one device.
+        worst: The array that differs most: "output ..." or "gradient ...".
+        error: Its largest difference over its largest magnitude.
+        tolerance: What was allowed for its type.
+    """
+
+    mesh: str
+    sharded: str
+    bytes_per_device: int
+    worst: str
+    error: float
+    tolerance: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Verification:
+    """All comparisons, narrow to wide."""
+
+    rows: tuple[Comparison, ...]
+
+    def __str__(self) -> str:
+        head = ("mesh", "on the tensor axis", "MB/device", "largest difference", "of", "allowed")
+        body = [
+            (
+                row.mesh,
+                row.sharded,
+                f"{row.bytes_per_device / 1e6:,.3f}",
+                f"{row.error:.1e}",
+                row.worst,
+                f"{row.tolerance:.1e}",
+            )
+            for row in self.rows
+        ]
+        widths = [max(len(line[i]) for line in (head, *body)) for i in range(len(head))]
+        return "\n".join(
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+            for line in (head, *body)
+        )
+
+
+def verify(
+    fn: Callable[..., Any] | None,
+    params: PyTree,
+    inputs: Sequence[Any],
+    mesh: Mesh,
+    *,
+    gradients: bool = True,
+    show: Callable[[str], None] = print,
+    **options: Any,
+) -> Verification:
+    """Runs a function on one device and sharded over 1, 2, 4, ... tensor devices, then on the mesh.
+
+    Outputs are compared, and the gradients of their random projection, which every output takes
+    part in. An array may differ by the square root of its type's machine epsilon, relative to its
+    largest element: half of the digits. Sums in another order stay far below that, a wrong program
+    far above.
+
+    Args:
+        fn: `fn(params, *inputs)`, a Linen module, or None for an `nnx.Module`. Deterministic.
+        params: The parameters, not yet placed.
+        inputs: Inputs after the parameters, batch first.
+        mesh: The mesh to end with.
+        gradients: Whether to compare gradients with respect to floating-point parameters too.
+        show: Where the table goes.
+        **options: Options of `make_plan`.
+
+    Returns:
+        The comparisons; all of them held.
+
+    Raises:
+        ParityFailed: TP071, at the first mesh where an array differs by more.
+        JaxtpError: whatever `make_plan` and `shard` raise.
+    """
+    plain, rebuild = as_pytree(params)
+    call = forward(fn, params)
+
+    def run(tree: PyTree, *args: Any) -> tuple[Any, Any]:
+        def projected(tree: PyTree) -> tuple[jax.Array, Any]:
+            out = call(rebuild(tree), *args)
+            return _projection(out), out
+
+        if not gradients:
+            return projected(tree)[1], {}
+        is_float, join = _split(tree)
+        grads, out = jax.grad(lambda part: projected(join(part)), has_aux=True)(is_float)
+        return out, grads
+
+    jitted = jax.jit(run)
+    want = jax.device_get(jitted(plain, *inputs))
+    rows: list[Comparison] = []
+    for wide in _meshes(mesh, options.get("axis_names")):
+        plan = make_plan(params, wide, **options)
+        placed = as_pytree(shard(params, wide, plan=plan))[0]
+        batch = [shard_batch(x, wide, axis_names=options.get("axis_names")) for x in inputs]
+        rows.append(_compare(want, unshard(jitted(placed, *batch)), plan))
+    result = Verification(tuple(rows))
+    show(str(result))
+    return result
+
+
+def _meshes(mesh: Mesh, axis_names: Any) -> Iterator[Mesh]:
+    """Tensor-only meshes of 1, 2, 4, ... of the mesh's devices, then the mesh itself."""
+    shape = MeshShape.of(mesh, axis_names)
+    devices = list(mesh.devices.flat)
+    ways = 1
+    while ways <= shape.tp_size:
+        yield _renamed(make_mesh(tp=ways, devices=devices[:ways]), shape)
+        ways *= 2
+    if shape.num_devices != shape.tp_size or ways // 2 != shape.tp_size:
+        yield mesh
+
+
+def _renamed(mesh: Mesh, shape: MeshShape) -> Mesh:
+    """The small mesh with the user's axis names, the other axes having size one."""
+    sizes = [mesh.size if name == shape.tp_name else 1 for name in shape.names]
+    return Mesh(mesh.devices.reshape(sizes), shape.names, axis_types=_auto(len(sizes)))
+
+
+def _auto(count: int) -> tuple[jax.sharding.AxisType, ...]:
+    return (jax.sharding.AxisType.Auto,) * count
+
+
+def _split(tree: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
+    """The floating-point leaves (None elsewhere), and the way back to the whole tree."""
+    is_float = jax.tree.map(lambda x: jnp.issubdtype(jnp.result_type(x), jnp.floating), tree)
+    part = jax.tree.map(lambda x, f: x if f else None, tree, is_float)
+
+    def join(part: PyTree) -> PyTree:
+        return jax.tree.map(
+            lambda x, f, p: p if f else x, tree, is_float, part, is_leaf=lambda x: x is None
+        )
+
+    return part, join
+
+
+def _projection(out: Any) -> jax.Array:
+    """The sum of all floating-point outputs times fixed random weights, a float32 scalar."""
+    total = jnp.zeros((), jnp.float32)
+    for index, x in enumerate(jax.tree.leaves(out)):
+        if jnp.issubdtype(jnp.result_type(x), jnp.floating):
+            weights = jax.random.normal(jax.random.key(index), jnp.shape(x))
+            total += jnp.sum(x.astype(jnp.float32) * weights)
+    return total
+
+
+def _compare(want: Any, got: Any, plan: Plan) -> Comparison:
+    """The worst array of outputs and gradients; raises if it is too far off."""
+    worst = ("", 0.0, 1.0)
+    for kind, a, b in zip(("output", "gradient"), want, got, strict=True):
+        pairs = [
+            (path, np.asarray(x), np.asarray(y))
+            for (path, x), (_, y) in zip(leaves(a), leaves(b), strict=True)
+        ]
+        # A key bias has no gradient, since softmax ignores it: what is there is rounding of its
+        # neighbours' size, so an array is never held to less than a hundredth of the largest.
+        largest = max((_magnitude(x) for _, x, _ in pairs), default=0.0)
+        for path, x, y in pairs:
+            error, allowed = _difference(x, y, largest / 100)
+            if not error / allowed < worst[1] / worst[2]:
+                worst = (f"{kind} {path}".strip(), error, allowed)
+    name, error, allowed = worst
+    if not error <= allowed:  # also when it is not a number
+        raise ParityFailed(
+            f"differs by {error:.2e} of its largest element on {plan.mesh}, allowed {allowed:.1e}",
+            where=name,
+            fix="is the function deterministic and pure? if so, this is a bug of jaxtp: "
+            "`jaxtp plan` on the tree and this message say which",
+        )
+    split = sum(d.dim_on(plan.mesh.tp) is not None for d in plan.decisions)
+    count = f"{split} of {len(plan.decisions)}"
+    return Comparison(str(plan.mesh), count, plan.bytes_per_device, name, error, allowed)
+
+
+def _magnitude(x: np.ndarray[Any, Any]) -> float:
+    is_float = jnp.issubdtype(x.dtype, jnp.floating)
+    return float(np.max(np.abs(x.astype(np.float64)), initial=0.0)) if is_float else 0.0
+
+
+def _difference(
+    a: np.ndarray[Any, Any], b: np.ndarray[Any, Any], least: float
+) -> tuple[float, float]:
+    """Largest difference over largest magnitude (at least `least`), and what the type allows."""
+    if not jnp.issubdtype(a.dtype, jnp.floating):
+        return float(np.any(a != b)), 0.5
+    scale = max(_magnitude(a), least) or 1.0
+    return _magnitude(a - b) / scale, float(jnp.finfo(a.dtype).eps) ** 0.5
