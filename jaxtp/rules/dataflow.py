@@ -4,6 +4,7 @@ Stage in: a function with example inputs. Stage out: one vote for each parameter
 call reaches.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -61,7 +62,8 @@ def finding_votes(analysis: Analysis) -> Iterator[Vote]:
     for finding in analysis.findings.values():
         groups[finding.group].append(finding)
     for finding in analysis.findings.values():
-        role = ROLES.get(finding.role) or Role(finding.role)
+        # Too few rows to be called a vocabulary is a price, not a fact: names may know better.
+        role = Role.UNKNOWN if finding.small else ROLES.get(finding.role) or Role(finding.role)
         reason = "; ".join(finding.reasons)
         placements: tuple[Placement | None, ...] = ()
         if finding.pieces:
@@ -82,8 +84,9 @@ def _choices(finding: Finding, group: Sequence[Finding]) -> Iterator[Placement |
     rank = 1 + max(len(f.alternatives) for f in group)
     for i in range(rank):
         mine = _option(finding, i)
-        leads = [o.classes[:1] for f in group if (o := _option(f, i)) and not f.pieces]
-        same = mine is not None and mine.classes[:1] == max(leads, key=leads.count)
+        options = [o for f in group if (o := _option(f, i)) and not f.pieces]
+        lead = max(options, key=lambda o: math.prod(o.units)).classes[:1] if options else ()
+        same = mine is not None and mine.classes[:1] == lead
         yield Placement(mine.dim, mine.units) if mine and same else None
 
 

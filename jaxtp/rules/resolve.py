@@ -6,10 +6,11 @@ weaker ones said kept among its reasons.
 
 import dataclasses
 import math
+import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
-from jaxtp.errors import ConflictingDecisions, Problems
+from jaxtp.errors import ConflictingDecisions, JaxtpWarning, Problems
 from jaxtp.rules.roles import Placement, Role, Source, Vote
 from jaxtp.trees import Param
 
@@ -94,12 +95,19 @@ def _finer(mine: Placement | None, theirs: Placement | None) -> Placement | None
 
 
 def disagreements(claims: Iterable[Claim]) -> list[str]:
-    """Where the dataflow overruled the names: one sentence a parameter, with both reasons."""
-    return [
+    """Where the dataflow overruled the names: one sentence a parameter, with both reasons.
+
+    Warns once for all of them: names that lie are worth a look, though the plan is right.
+    """
+    found = [
         f"{claim.param.path}: dataflow overrules names ({'; '.join(claim.reasons)})"
         for claim in claims
         if claim.vote.source is Source.DATAFLOW and claim.overruled
     ]
+    if found:
+        more = f" (and {len(found) - 1} more in plan.notes)" if len(found) > 1 else ""
+        warnings.warn(f"{found[0]}{more}", JaxtpWarning, stacklevel=4)
+    return found
 
 
 def _overrules(winner: Vote, vote: Vote) -> bool:

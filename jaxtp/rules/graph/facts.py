@@ -193,6 +193,8 @@ class Finding:
         alternatives: What to take, in this order, if the group's units do not divide: for a stack
             of experts the dim inside each expert. All members of the group have as many, in the
             same order.
+        small: Whether it is whole only because its outputs or rows are few; a source that knows
+            what they are may still split them.
         reasons: Sentences of evidence, with sizes and source lines.
     """
 
@@ -204,4 +206,5 @@ class Finding:
     pieces: tuple[tuple[int, int], ...] = ()
     group: str = ""
     alternatives: tuple[Option, ...] = ()
+    small: bool = False
     reasons: tuple[str, ...]

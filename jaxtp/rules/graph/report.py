@@ -37,7 +37,12 @@ class Reporter:
             dims = enumerate(self._evidence.params[path])
             why = [f"dim {axis}: {self._why(dim)}" for axis, dim in dims if dim]
             reasons = tuple(filter(None, [reason, *why])) or ("a single number",)
-            return Finding(path=path, role=role, dim=None, reasons=reasons)
+            small = any(
+                self._evidence.kind(atom) == SMALL
+                for dim in self._evidence.params[path]
+                for atom in resolve(dim)[:1]
+            )
+            return Finding(path=path, role=role, dim=None, small=small, reasons=reasons)
         option = region.options[path]
         spare = self._regions.instead.get(path)
         return Finding(

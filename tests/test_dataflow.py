@@ -1,0 +1,114 @@
+"""The plan read from the model: `make_plan(fn=, inputs=)`, beside and above the names."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import jaxtp
+from jaxtp.errors import BadTree, JaxtpWarning
+from jaxtp.models import abstract
+
+TOKENS = jax.ShapeDtypeStruct((2, 16), jnp.int32)
+
+
+def shape(*sizes):
+    return jax.ShapeDtypeStruct(sizes, jnp.float32)
+
+
+class Backwards(nn.Module):
+    """Dense_0 is the second layer called, as Python evaluates arguments first (F7)."""
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(256)(nn.relu(nn.Dense(1024)(x)))
+
+
+def test_a_linen_module_is_traced_with_or_without_its_params_key():
+    x = shape(2, 256)
+    variables = jax.eval_shape(Backwards().init, jax.random.key(0), x)
+    for tree, prefix in ((variables, "params/"), (variables["params"], "")):
+        plan = jaxtp.make_plan(tree, {"tp": 4}, fn=Backwards(), inputs=(x,))
+        assert plan[f"{prefix}Dense_1/kernel"].partition_spec == P(None, "tp")
+        assert plan[f"{prefix}Dense_0/kernel"].partition_spec == P("tp")
+        assert "test_dataflow.py" in plan[f"{prefix}Dense_0/kernel"].reasons[-1]
+
+
+@pytest.mark.parametrize("name", ["llama3-8b", "gpt2", "qwen3-8b"])
+@pytest.mark.parametrize("tp", [2, 8])
+def test_presets_get_the_same_plan_from_names_and_from_dataflow(name, tp):
+    model = abstract(name)
+    by_names = jaxtp.make_plan(model, {"tp": tp})
+    by_flow = jaxtp.make_plan(model, {"tp": tp}, inputs=(TOKENS,))
+    assert by_names.diff(by_flow) == ""
+    sources = {d.reasons[-1].split(":")[0] for d in by_flow.decisions if d.units}
+    assert sources == {"dataflow"}
+
+
+def swapped(params, x):
+    """Names that lie: `down` is the first matrix and `up` the second."""
+    return x + jax.nn.relu(x @ params["mlp"]["down"]) @ params["mlp"]["up"]
+
+
+def test_dataflow_wins_over_names_with_a_warning_and_both_reasons():
+    params = {"mlp": {"up": shape(64, 64), "down": shape(64, 64)}}
+    with pytest.warns(
+        JaxtpWarning, match=r"mlp/.*: dataflow overrules names .*more in plan\.notes"
+    ):
+        plan = jaxtp.make_plan(params, {"tp": 4}, fn=swapped, inputs=(shape(2, 3, 64),))
+    assert plan["mlp/down"].partition_spec == P(None, "tp")
+    assert plan["mlp/up"].partition_spec == P("tp")
+    names, flow = plan["mlp/up"].reasons
+    assert names.endswith("(overruled)")
+    assert flow.startswith("dataflow: ")
+    assert len(plan.notes) == 2
+
+
+def test_an_override_wins_over_dataflow_and_says_what_it_costs():
+    model, x = nnx.eval_shape(lambda: Mlp(nnx.Rngs(0))), shape(2, 3, 16)
+    plan = jaxtp.make_plan(model, {"tp": 4}, inputs=(x,), overrides={"^a/kernel$": P("tp")})
+    assert plan["a/kernel"].partition_spec == P("tp")
+    assert "given instead of dim 1 4-way" in plan["a/kernel"].fallback
+    assert "MB on the wire at each use" in plan["a/kernel"].fallback
+
+
+class Mlp(nnx.Module):
+    def __init__(self, rngs):
+        self.a, self.b = nnx.Linear(16, 64, rngs=rngs), nnx.Linear(64, 16, rngs=rngs)
+        self.unused = nnx.Linear(16, 64, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.b(nnx.gelu(self.a(x)))
+
+
+def test_parameters_that_the_call_does_not_reach_are_left_to_names():
+    model = nnx.eval_shape(lambda: Mlp(nnx.Rngs(0)))
+    plan = jaxtp.make_plan(model, {"tp": 4}, inputs=(shape(2, 3, 16),))
+    assert plan["a/kernel"].reasons[-1].startswith("dataflow")
+    assert plan["unused/kernel"].reasons[-1].startswith("names")
+
+
+def test_a_byte_vocabulary_is_left_to_names():
+    # 256 rows are too few for dataflow to call them a vocabulary, but a name may know.
+    plan = jaxtp.make_plan(abstract("llama-tiny"), {"tp": 4}, inputs=(TOKENS,))
+    assert plan["embed_tokens/embedding"].partition_spec == P("tp")
+
+
+def test_tiled_key_heads_are_kept_whole():
+    def attend(params, x):
+        q = (x @ params["q"]).reshape(*x.shape[:2], 8, 4)
+        k, v = (jnp.tile((x @ params[n]).reshape(*x.shape[:2], 2, 4), (1, 1, 4, 1)) for n in "kv")
+        p = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k), -1)
+        return x + jnp.einsum("bhqk,bkhd->bqhd", p, v).reshape(x.shape) @ params["o"]
+
+    params = {"q": shape(32, 32), "k": shape(32, 8), "v": shape(32, 8), "o": shape(32, 32)}
+    plan = jaxtp.make_plan(params, {"tp": 4}, fn=attend, inputs=(shape(2, 6, 32),))
+    assert plan["k"].partition_spec == P()
+    assert plan["q"].partition_spec == P(None, "tp")
+
+
+def test_inputs_without_a_function():
+    with pytest.raises(BadTree, match=r"TP046: inputs were given, but a dict cannot be called"):
+        jaxtp.make_plan({"w": shape(8, 8)}, {"tp": 2}, inputs=(shape(2, 8),))
