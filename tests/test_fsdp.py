@@ -9,7 +9,11 @@ from jax.sharding import PartitionSpec as P
 
 import jaxtp
 from jaxtp import models
+from jaxtp.config import Batch, Config, Mesh, Zero
 from jaxtp.errors import BadConfig
+from jaxtp.mesh.topology import Target
+from jaxtp.sizes import resolve
+from jaxtp.train.paper import preflight_config, warn_across_hosts
 
 MESH = {"fsdp": 2, "tp": 4}
 
@@ -120,3 +124,52 @@ def narrow(plan):
     return jaxtp.Plan(
         mesh=plan.mesh, decisions=(plan["layers/mlp/up_proj/kernel"],), zero=plan.zero
     )
+
+
+def compiled(mesh, stage, accumulation=1):
+    """The GPU compiler's program of a small run on 8 H100, and its collectives over the batch."""
+    config = Config(
+        target="h100:1x8",
+        seq_len=256,
+        batch=Batch(size=16, accumulation=accumulation),
+        mesh=mesh,
+        zero=Zero(stage=stage),
+    )
+    plan, report = preflight_config(config)
+    rows = [c for c in report.collectives if set(c.axes) == set(plan.mesh.batch)]
+    return report, [c for c in rows if c.num_bytes > 16_000]
+
+
+LAYERS = 4  # of llama-tiny
+
+
+def test_stage_3_gathers_and_scatters_layer_by_layer_in_bfloat16():
+    report, rows = compiled(Mesh(tp=4, fsdp=2), 3)
+    gathers = [c for c in rows if c.kind == "all-gather" and c.count == LAYERS]
+    assert {c.backward for c in gathers} == {False, True}
+    scatters = [c for c in rows if c.kind == "reduce-scatter" and c.count == LAYERS]
+    assert scatters
+    assert all(c.backward for c in scatters)
+    assert not [c for c in rows if c.kind == "all-reduce"]
+    assert {c.dtype for c in gathers + scatters} == {"bf16"}
+    assert report.alias_bytes == pytest.approx(report.argument_bytes, rel=0.02)
+
+
+def test_stage_2_scatters_gradients_and_gathers_once():
+    _, rows = compiled(Mesh(tp=4, dp=2), 2)
+    assert [c for c in rows if c.kind == "reduce-scatter" and c.count == LAYERS]
+    assert not [c for c in rows if c.kind == "all-reduce"]
+    gathers = [c for c in rows if c.kind == "all-gather"]
+    assert sum(c.count for c in gathers) == 1  # the new parameters
+
+
+def test_micro_batches_share_one_reduction():
+    _, rows = compiled(Mesh(tp=4, dp=2), 0, accumulation=4)
+    (reduction,) = rows
+    assert (reduction.kind, reduction.dtype, reduction.count) == ("all-reduce", "f32", 1)
+
+
+def test_tensor_axis_across_hosts_has_a_price():
+    config = Config(model="llama3-8b", target="h100:2x8", mesh=Mesh(tp=16), batch=Batch(size=1))
+    with pytest.warns(jaxtp.JaxtpWarning, match=r"tp=16 spans 2 NVLink domains .* ms a step, mod"):
+        warn_across_hosts(resolve(config, 16), Target.parse(config.target))

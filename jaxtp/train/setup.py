@@ -5,7 +5,7 @@ Stage in: a `Config`. Stage out: a `Setup`: mesh, plan, state, jitted step, data
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import jax
 from flax import nnx
@@ -68,11 +68,8 @@ def prepare(config: Config) -> Setup:
     """
     config = resolve(config, jax.device_count())
     _check_machine(config)
-    sizes = config.mesh
-    mesh = make_mesh(tp=sizes.tp, dp=sizes.dp, fsdp=sizes.fsdp)
-    model = dataclasses.replace(
-        models.config_of(config.model), dtype=config.precision.compute, remat=config.remat
-    )
+    mesh = make_mesh(tp=config.mesh.tp, dp=config.mesh.dp, fsdp=config.mesh.fsdp)
+    model = model_of(config)
     text = read_text(config, model.vocab_size)
     plan = plan_of(config, model, mesh)
     tx, schedule = build_optimizer(config.optimizer, config.steps)
@@ -119,8 +116,21 @@ def prepare(config: Config) -> Setup:
     )
 
 
-def plan_of(config: Config, model: models.Config, mesh: Mesh) -> Plan:
-    """The plan of a resolved config's model on a mesh."""
+def model_of(config: Config) -> models.Config:
+    """The model of a config, in the types and with the remat that it asks for."""
+    return dataclasses.replace(
+        models.config_of(config.model), dtype=config.precision.compute, remat=config.remat
+    )
+
+
+def axis_sizes(config: Config) -> dict[str, int]:
+    """The mesh of a resolved config as `make_mesh` orders it; axes of size 1 are left out."""
+    sizes = {name: getattr(config.mesh, name) for name in ("pp", "dp", "fsdp", "tp")}
+    return {name: size for name, size in sizes.items() if size > 1 or name == "tp"}
+
+
+def plan_of(config: Config, model: models.Config, mesh: Mesh | Mapping[str, int]) -> Plan:
+    """The plan of a resolved config's model on a mesh, or on the sizes of one."""
     assert config.zero.stage is not None
     plan = make_plan(
         models.abstract(model),
