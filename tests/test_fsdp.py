@@ -1,5 +1,7 @@
 """ZeRO over the fsdp axis: which dims it cuts, and where optimizer state then lies."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -10,10 +12,16 @@ from jax.sharding import PartitionSpec as P
 import jaxtp
 from jaxtp import models
 from jaxtp.config import Batch, Config, Mesh, Zero
-from jaxtp.errors import BadConfig
+from jaxtp.errors import BadConfig, DoesNotFit
 from jaxtp.mesh.topology import Target
 from jaxtp.sizes import resolve
-from jaxtp.train.paper import preflight_config, warn_across_hosts
+from jaxtp.train import setup
+from jaxtp.train.paper import (
+    abstract_state,
+    preflight_config,
+    state_bytes_per_device,
+    warn_across_hosts,
+)
 
 MESH = {"fsdp": 2, "tp": 4}
 
@@ -173,3 +181,18 @@ def test_tensor_axis_across_hosts_has_a_price():
     config = Config(model="llama3-8b", target="h100:2x8", mesh=Mesh(tp=16), batch=Batch(size=1))
     with pytest.warns(jaxtp.JaxtpWarning, match=r"tp=16 spans 2 NVLink domains .* ms a step, mod"):
         warn_across_hosts(resolve(config, 16), Target.parse(config.target))
+
+
+def test_what_cannot_fit_is_refused_before_it_is_compiled():
+    config = Config(
+        model="llama3-70b", target="h100:8x8", mesh=Mesh(tp=8, dp=8), batch=Batch(size=8)
+    )
+    # 70.6 billion parameters x 12 bytes (float32, two moments) / 8.
+    with pytest.raises(DoesNotFit, match=r"TP114 at mesh: .* take 98\.\d GiB .*\n.*mesh\.fsdp=8"):
+        preflight_config(dataclasses.replace(config, zero=Zero(stage=0)))
+    # The same with ZeRO-3: 1/8 of that.
+    sharded = resolve(dataclasses.replace(config, zero=Zero(stage=3)), 64)
+    model = setup.model_of(sharded)
+    plan = setup.plan_of(sharded, model, setup.axis_sizes(sharded))
+    held = state_bytes_per_device(abstract_state(sharded, model), plan)
+    assert held == pytest.approx(12 * 70.55e9 / 64, rel=2e-3)

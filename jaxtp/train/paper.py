@@ -6,6 +6,7 @@ No array exists.
 
 import dataclasses
 import json
+import math
 import warnings
 from typing import Any
 
@@ -18,15 +19,17 @@ from jaxtp import models
 from jaxtp.activations import use_plan
 from jaxtp.apply import shard
 from jaxtp.config import Config, parse
-from jaxtp.errors import JaxtpWarning
+from jaxtp.errors import DoesNotFit, JaxtpWarning
 from jaxtp.mesh.build import plan_mesh
 from jaxtp.mesh.topology import Target
 from jaxtp.plan import Plan
 from jaxtp.sizes import resolve
+from jaxtp.state import slots
 from jaxtp.train.language import NextToken
 from jaxtp.train.optimizer import build_optimizer
 from jaxtp.train.setup import axis_sizes, model_of, plan_of
 from jaxtp.train.update import TrainState, init_state, make_update
+from jaxtp.trees import itemsize, leaves
 from jaxtp.xla.options import compile_options
 from jaxtp.xla.preflight import preflight
 from jaxtp.xla.report import Report
@@ -41,13 +44,16 @@ def preflight_config(config: Config, *, time_limit: float = 900.0) -> tuple[Plan
 
     Raises:
         BadTarget: TP116, without a target.
+        DoesNotFit: TP114, before compiling, if the state alone is larger than a GPU's memory.
         JaxtpError: whatever `resolve`, `make_plan` and `preflight` raise.
     """
     target = Target.parse(config.target)
     config = resolve(config, target.num_devices)
     warn_across_hosts(config, target)
     mesh = axis_sizes(config)
-    plan = plan_of(config, model_of(config), mesh)
+    model = model_of(config)
+    plan = plan_of(config, model, mesh)
+    refuse_too_large(config, abstract_state(config, model), plan, target)
     report = preflight(
         "jaxtp.train.paper:abstract_step",
         target=target,
@@ -75,11 +81,9 @@ def abstract_step(mesh: Mesh, settings: str) -> tuple[Any, tuple[Any, ...]]:
     plan = plan_of(config, model, mesh)
     own_mesh = plan_mesh(mesh, plan.mesh)
     tx, schedule = build_optimizer(config.optimizer, config.steps)
-    graph, params = nnx.split(models.abstract(model))
-    state = jax.eval_shape(lambda params: init_state(params, tx, config.precision), params)
-    state = shard(state, mesh, plan=plan)
+    state = shard(abstract_state(config, model), mesh, plan=plan)
     update = make_update(
-        NextToken(graph),
+        NextToken(nnx.split(models.abstract(model))[0]),
         tx,
         schedule,
         plan,
@@ -97,6 +101,44 @@ def abstract_step(mesh: Mesh, settings: str) -> tuple[Any, tuple[Any, ...]]:
     batch = {"tokens": jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows)}
     places = jax.tree.map(lambda leaf: leaf.sharding, state)
     return jax.jit(step, out_shardings=(places, None), donate_argnums=0), (state, batch)
+
+
+def abstract_state(config: Config, model: models.Config) -> TrainState:
+    """The whole train state as structs."""
+    tx, _ = build_optimizer(config.optimizer, config.steps)
+    _, params = nnx.split(models.abstract(model))
+    return jax.eval_shape(lambda params: init_state(params, tx, config.precision), params)
+
+
+def refuse_too_large(config: Config, state: TrainState, plan: Plan, target: Target) -> None:
+    """Adds up what lives on each GPU for the whole run: no activation is counted.
+
+    Raises:
+        DoesNotFit: TP114, if that is more than the card has.
+    """
+    held = state_bytes_per_device(state, plan)
+    card = target.device.memory_bytes
+    if held <= card:
+        return
+    ways = config.mesh.dp * config.mesh.fsdp
+    sharded = f"zero.stage=3 with mesh.fsdp={ways}, " if ways > 1 and plan.zero < 3 else ""
+    raise DoesNotFit(
+        f"parameters and optimizer state take {held / 2**30:,.1f} GiB of each GPU, before any "
+        f"activation; {target.device.name} has {card / 2**30:,.1f} GiB",
+        where="mesh",
+        fix=f"{sharded}a larger mesh.tp, or more GPUs",
+    )
+
+
+def state_bytes_per_device(state: TrainState, plan: Plan) -> int:
+    """Bytes of a whole train state, padding included, that one device holds."""
+    found = slots(state, plan)
+    return sum(
+        itemsize(str(leaf.dtype))
+        * math.prod(found[path].stored)
+        // math.prod(plan.mesh.ways(axes) for axes in found[path].spec)
+        for path, leaf in leaves(state)
+    )
 
 
 def warn_across_hosts(config: Config, target: Target) -> None:
