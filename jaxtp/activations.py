@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtp.errors import SizeMismatch, UnknownActivation, join
 from jaxtp.mesh.axes import MeshShape
+from jaxtp.plan import ParamDecision
 
 WHOLE, BATCH, SEQUENCE, UNITS = "whole", "batch", "sequence", "units"
 """What a dim of an activation is: never cut; cut over the batch axes; cut over the tensor axes in
@@ -54,14 +55,45 @@ class ActivationPlan(Protocol):
         """Whether the residual stream is cut along the sequence over the tensor axes."""
         ...
 
+    @property
+    def overlap(self) -> str:
+        """Whether layers may be interleaved to hide communication: "off", "auto", "aggressive"."""
+        ...
+
+    @property
+    def decisions(self) -> tuple[ParamDecision, ...]:
+        """Where every parameter lies."""
+        ...
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Active:
-    """What `constrain` needs; small and hashable, for it joins the key of every jit cache."""
+class ActivePlan:
+    """What is in force; hashable, for it joins the key of every jit cache.
+
+    Attributes:
+        shape: Axis sizes; the tensor axes are those that activations may be cut over.
+        sequence_parallel: Whether the residual stream is cut along the sequence.
+        mesh: The devices.
+        interleave: Whether layers that can be are interleaved (`jaxtp.overlap`).
+        decisions: Where parameters lie, if layers are interleaved; () otherwise.
+    """
 
     shape: MeshShape
     sequence_parallel: bool
     mesh: Mesh
+    interleave: bool = False
+    # A model without stacked layers has hundreds; equality settles what the hash leaves open.
+    decisions: tuple[ParamDecision, ...] = dataclasses.field(default=(), hash=False)
+
+    def place(self, x: jax.Array, *entries: object) -> jax.Array:
+        """`x` with one PartitionSpec entry per dim, also inside a `shard_map` over other axes."""
+        here = jax.sharding.get_abstract_mesh()
+        mesh = here if here.manual_axes else self.mesh
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*entries)))
+
+    def mapped(self) -> "ActivePlan":
+        """What counts inside a `jax.vmap` over the tensor axes: the other axes only."""
+        return ActivePlan(dataclasses.replace(self.shape, tp=()), False, self.mesh)
 
 
 # The one ambient value of jaxtp. A ContextVar would be invisible to jit: a function traced outside
@@ -77,7 +109,8 @@ def use_plan(plan: ActivationPlan, mesh: Mesh) -> Generator[None]:
     jit's cache when an equal one is in force again.
 
     Args:
-        plan: The plan whose mesh shape (tensor axis factored) and sequence parallelism apply.
+        plan: The plan whose mesh shape (tensor axis factored), sequence parallelism and overlap
+            apply.
         mesh: A jax Mesh with Auto axes of exactly the names and sizes of `plan.mesh`.
 
     Raises:
@@ -88,7 +121,21 @@ def use_plan(plan: ActivationPlan, mesh: Mesh) -> Generator[None]:
             f"the plan is for the mesh {plan.mesh}, the devices form {MeshShape.of(mesh)}",
             fix="apply the plan on its own mesh, or make the plan for this one",
         )
-    with _active(_Active(plan.mesh, plan.sequence_parallel, mesh)):
+    interleave = plan.overlap == "aggressive"
+    decisions = plan.decisions if interleave else ()
+    with _active(ActivePlan(plan.mesh, plan.sequence_parallel, mesh, interleave, decisions)):
+        yield
+
+
+def active_plan() -> ActivePlan | None:
+    """The plan in force, or None."""
+    return _active.value
+
+
+@contextlib.contextmanager
+def in_force(active: ActivePlan) -> Generator[None]:
+    """Makes a plan count that was in force elsewhere: a backward rule may be traced later."""
+    with _active(active):
         yield
 
 
@@ -117,13 +164,11 @@ def constrain(x: jax.Array, name: str, units: Sequence[int] | None = None) -> ja
             where=name,
             fix="pass the value with its batch dim; leave dims that vmap adds to vmap",
         )
-    active: _Active | None = _active.value
+    active = active_plan()
     if active is None:
         return x
     entries = (_entry(active, dim, size, units) for dim, size in zip(dims, x.shape, strict=True))
-    return jax.lax.with_sharding_constraint(
-        x, NamedSharding(_mesh_here(active.mesh), PartitionSpec(*entries))
-    )
+    return active.place(x, *entries)
 
 
 def spread(w: jax.Array, name: str, units: Sequence[int]) -> jax.Array:
@@ -144,7 +189,7 @@ def spread(w: jax.Array, name: str, units: Sequence[int]) -> jax.Array:
     Returns:
         `w` with each unit repeated in place; nothing is repeated where no unit is shared.
     """
-    active: _Active | None = _active.value
+    active = active_plan()
     if active is None:
         return w
     ways = active.shape.ways(active.shape.fit(units))
@@ -154,7 +199,7 @@ def spread(w: jax.Array, name: str, units: Sequence[int]) -> jax.Array:
     return constrain(jnp.repeat(w, copies, axis=ACTIVATIONS[name].index(UNITS)), name)
 
 
-def _entry(active: _Active, dim: str, size: int, units: Sequence[int] | None) -> object:
+def _entry(active: ActivePlan, dim: str, size: int, units: Sequence[int] | None) -> object:
     """The PartitionSpec entry of one dim of `size` elements."""
     axes = {
         WHOLE: (),
@@ -168,9 +213,3 @@ def _entry(active: _Active, dim: str, size: int, units: Sequence[int] | None) ->
     # constraint on that dim is better; a batch of one prompt on two data-parallel devices is the
     # everyday case.
     return PartitionSpec.UNCONSTRAINED if size % active.shape.ways(axes) else axes
-
-
-def _mesh_here(mesh: Mesh) -> Mesh | jax.sharding.AbstractMesh:
-    """`mesh`, or what is left of it inside a `shard_map` over some of its axes."""
-    here = jax.sharding.get_abstract_mesh()
-    return here if here.manual_axes else mesh

@@ -235,6 +235,19 @@ class UnknownActivation(JaxtpError, KeyError):
         return str(self.args[0])
 
 
+class NotInterleaved(JaxtpError, RuntimeError):
+    """`overlap="aggressive"` was asked for, and the layers cannot run in two halves of the batch.
+
+    Why it matters: they run one after the other instead, with the same numbers, and the all-reduces
+    of the forward pass stay exposed. Models warn with this text.
+    Example: one sequence per replica; sequence parallelism; 12 heads on tp=8; experts.
+    Fix: an even number of sequences per replica, heads and widths that divide over all of tp, and
+    `remat="block_outputs"`.
+    """
+
+    code = "TP073"
+
+
 class BadCheckpoint(JaxtpError, ValueError):
     """A checkpoint is missing, damaged, or holds another model.
 

@@ -93,6 +93,8 @@ class Plan:
         decisions: One per leaf, in the tree's order.
         policy: What happened to units that do not divide: "factor", "replicate" or "error".
         sequence_parallel: Whether the residual stream is split along the sequence.
+        overlap: How hard to hide communication: "off", "auto", or "aggressive", which interleaves
+            two halves of the batch (`jaxtp.overlap`) and wants the compile options of that name.
         zero: What the fsdp axis cuts: 1 optimizer state, 2 also gradients, 3 also parameters.
         notes: Sentences about the plan as a whole.
     """
@@ -101,6 +103,7 @@ class Plan:
     decisions: tuple[ParamDecision, ...]
     policy: str = "factor"
     sequence_parallel: bool = False
+    overlap: str = "auto"
     zero: int = 0
     notes: tuple[str, ...] = ()
 

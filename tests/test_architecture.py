@@ -28,7 +28,7 @@ rules
 planner
 state
 activations apply cost export parallelize xla
-check init search verify view
+check init overlap search verify view
 models
 io
 train

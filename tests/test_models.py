@@ -167,14 +167,15 @@ def unrolled(model, tokens):
     positions = jnp.arange(tokens.shape[1])
     if isinstance(config, LlamaConfig):
         frequencies = rotary_frequencies(config.head_dim, config.rope_theta)
-        shared = (positions[None, :, None] * jnp.float32(frequencies)[None, None, :], None)
+        angles = positions[None, :, None] * jnp.float32(frequencies)[None, None, :]
+        shared = {"angles_BTH": angles, "segment_ids_BT": None}
         x, layers, norm = model.embed_tokens(tokens), model.layers, model.norm
     else:
-        shared = (None,)
+        shared = {"segment_ids_BT": None}
         x, layers, norm = model.wte(tokens) + model.wpe(positions)[None], model.h, model.ln_f
     graph, params = nnx.split(layers)
     for i in range(config.num_hidden_layers):
-        x = nnx.merge(graph, jax.tree.map(lambda p, i=i: p[i], params))(x, *shared)
+        x = nnx.merge(graph, jax.tree.map(lambda p, i=i: p[i], params))(x, shared)
     return model.logits(norm(x))
 
 

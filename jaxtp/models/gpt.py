@@ -21,8 +21,10 @@ from flax import nnx
 from jaxtp.activations import constrain
 from jaxtp.errors import SizeMismatch
 from jaxtp.models.layers import (
+    Branch,
     DecoderConfig,
-    add_block,
+    Layer,
+    Linear,
     attend,
     default_positions,
     mask_padding,
@@ -81,8 +83,8 @@ class Attention(nnx.Module):
         types = _types(config)
         heads = (config.num_attention_heads, config.head_dim)
         self.config = config
-        self.c_attn = nnx.LinearGeneral(config.hidden_size, (3, *heads), rngs=rngs, **types)
-        self.c_proj = nnx.LinearGeneral(
+        self.c_attn = Linear(config.hidden_size, (3, *heads), rngs=rngs, **types)
+        self.c_proj = Linear(
             heads,
             config.hidden_size,
             axis=(-2, -1),
@@ -104,10 +106,8 @@ class MLP(nnx.Module):
 
     def __init__(self, config: GPTConfig, rngs: nnx.Rngs) -> None:
         types = _types(config)
-        self.c_fc = nnx.LinearGeneral(
-            config.hidden_size, config.intermediate_size, rngs=rngs, **types
-        )
-        self.c_proj = nnx.LinearGeneral(
+        self.c_fc = Linear(config.hidden_size, config.intermediate_size, rngs=rngs, **types)
+        self.c_proj = Linear(
             config.intermediate_size,
             config.hidden_size,
             kernel_init=residual_init(config.num_hidden_layers),
@@ -120,20 +120,19 @@ class MLP(nnx.Module):
         return self.c_proj(jax.nn.gelu(constrain(self.c_fc(h_BTD), "mlp"), approximate=True))
 
 
-class GPTLayer(nnx.Module):
+class GPTLayer(Layer):
     """Attention and MLP, each behind its norm and added to the residual stream."""
+
+    branches = (
+        Branch(norm="ln_1", block="attn", takes=("segment_ids_BT",)),
+        Branch(norm="ln_2", block="mlp", tokenwise=True),
+    )
 
     def __init__(self, config: GPTConfig, rngs: nnx.Rngs) -> None:
         self.ln_1 = _norm(config, rngs)
         self.attn = Attention(config, rngs)
         self.ln_2 = _norm(config, rngs)
         self.mlp = MLP(config, rngs)
-
-    def __call__(self, x_BTD: jax.Array, segment_ids_BT: jax.Array | None) -> jax.Array:
-        """The residual stream after this layer, (batch, tokens, hidden size)."""
-        attention = functools.partial(self.attn, segment_ids_BT=segment_ids_BT)
-        x_BTD = add_block(x_BTD, self.ln_1, attention, "attention_output")
-        return add_block(x_BTD, self.ln_2, self.mlp, "mlp_output")
 
 
 class GPT(nnx.Module):
@@ -190,12 +189,8 @@ class GPT(nnx.Module):
                 )
             positions_BT = default_positions(tokens_BT)
         x_BTD = self.wte(constrain(tokens_BT, "tokens")) + self.wpe(positions_BT)
-        x_BTD = scan_layers(
-            self.h,
-            constrain(x_BTD, "residual"),
-            lambda layer, x_BTD: layer(x_BTD, segment_ids_BT),
-            self.config.remat,
-        )
+        context = {"segment_ids_BT": segment_ids_BT}
+        x_BTD = scan_layers(self.h, constrain(x_BTD, "residual"), context, self.config.remat)
         return normed(self.ln_f, x_BTD)
 
     def logits(self, h_BTD: jax.Array) -> jax.Array:

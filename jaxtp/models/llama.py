@@ -20,8 +20,10 @@ from flax import nnx
 from jaxtp.activations import constrain, spread
 from jaxtp.errors import SizeMismatch
 from jaxtp.models.layers import (
+    Branch,
     DecoderConfig,
-    add_block,
+    Layer,
+    Linear,
     attend,
     default_positions,
     mask_padding,
@@ -211,20 +213,18 @@ class Attention(nnx.Module):
         )
         return self.o_proj(out_BTNH)
 
-    def _spread(self, proj: nnx.LinearGeneral) -> nnx.LinearGeneral:
+    def _spread(self, proj: Linear) -> Linear:
         """A key or value projection with a copy of each kv head per device that needs it."""
         config = self.config
         num_kv_heads = config.num_key_value_heads
         units = (num_kv_heads, config.num_attention_heads // num_kv_heads)
 
         def copies(w: jax.Array) -> jax.Array:
-            w_DKH = w.astype(config.dtype).reshape(-1, num_kv_heads, config.head_dim)
+            w_DKH = w.astype(config.dtype).reshape(-1, *w.shape[-2:])  # a bias has no D
             w_DKH = spread(w_DKH, "kv_kernel", units)
-            return w_DKH.reshape(*w.shape[:-2], *w_DKH.shape[1:])  # a bias has no D
+            return w_DKH.reshape(*w.shape[:-2], *w_DKH.shape[1:])
 
-        spread_proj = jax.tree.map(copies, proj)
-        spread_proj.out_features = spread_proj.kernel.shape[1:]
-        return spread_proj
+        return jax.tree.map(copies, proj)
 
 
 class MLP(GatedMLP):
@@ -248,8 +248,13 @@ class MLP(GatedMLP):
         return self.down_proj(self.act(gate_BTF) * up_BTF)
 
 
-class LlamaLayer(nnx.Module):
+class LlamaLayer(Layer):
     """Attention and MLP or experts, each behind its norm and added to the residual stream."""
+
+    branches = (
+        Branch(norm="input_layernorm", block="self_attn", takes=("angles_BTH", "segment_ids_BT")),
+        Branch(norm="post_attention_layernorm", block="mlp", tokenwise=True),
+    )
 
     def __init__(self, config: LlamaConfig, rngs: nnx.Rngs) -> None:
         linear, norm = _parts(config, rngs)
@@ -263,16 +268,6 @@ class LlamaLayer(nnx.Module):
             self.mlp = MoE(router, make_expert, config.num_experts, chosen, rngs)
         else:
             self.mlp = MLP(config, rngs)
-
-    def __call__(
-        self, x_BTD: jax.Array, angles_BTH: jax.Array, segment_ids_BT: jax.Array | None
-    ) -> jax.Array:
-        """The residual stream after this layer, (batch, tokens, hidden size)."""
-        attention = functools.partial(
-            self.self_attn, angles_BTH=angles_BTH, segment_ids_BT=segment_ids_BT
-        )
-        x_BTD = add_block(x_BTD, self.input_layernorm, attention, "attention_output")
-        return add_block(x_BTD, self.post_attention_layernorm, self.mlp, "mlp_output")
 
 
 class Llama(nnx.Module):
@@ -332,12 +327,8 @@ class Llama(nnx.Module):
         if config.scale_embedding:
             x_BTD = x_BTD * math.sqrt(config.hidden_size)  # rounded to the type of x, as there
         x_BTD = constrain(x_BTD, "residual")
-        x_BTD = scan_layers(
-            self.layers,
-            x_BTD,
-            lambda layer, x_BTD: layer(x_BTD, angles_BTH, segment_ids_BT),
-            config.remat,
-        )
+        context = {"angles_BTH": angles_BTH, "segment_ids_BT": segment_ids_BT}
+        x_BTD = scan_layers(self.layers, x_BTD, context, config.remat)
         return normed(self.norm, x_BTD)
 
     def logits(self, h_BTD: jax.Array) -> jax.Array:
@@ -349,10 +340,10 @@ class Llama(nnx.Module):
 
 def _parts(
     config: LlamaConfig, rngs: nnx.Rngs
-) -> tuple["functools.partial[nnx.LinearGeneral]", "functools.partial[nnx.RMSNorm]"]:
+) -> tuple["functools.partial[Linear]", "functools.partial[nnx.RMSNorm]"]:
     """Constructors of the family's linear maps and norms, with the config's types filled in."""
     types = {"dtype": jnp.dtype(config.dtype), "param_dtype": jnp.dtype(config.param_dtype)}
-    linear = functools.partial(nnx.LinearGeneral, use_bias=False, rngs=rngs, **types)
+    linear = functools.partial(Linear, use_bias=False, rngs=rngs, **types)
     kind, scale_init = nnx.RMSNorm, jax.nn.initializers.ones
     if config.norm_offset:
         kind, scale_init = OffsetRMSNorm, jax.nn.initializers.zeros

@@ -97,7 +97,9 @@ def preset_plan(mesh: Any, options: StepOptions) -> tuple[Any, Plan]:
     )
     model = abstract(config)
     plan = make_plan(model, mesh, config=config, pad_vocab=options.pad_vocab)
-    return model, dataclasses.replace(plan, sequence_parallel=options.sequence_parallel)
+    return model, dataclasses.replace(
+        plan, sequence_parallel=options.sequence_parallel, overlap=options.overlap
+    )
 
 
 def preflight_preset(
