@@ -4,6 +4,7 @@ Stage in: lines of metrics, a run folder. Stage out: event files; a trace and a 
 operations that took longest.
 """
 
+import atexit
 import dataclasses
 import importlib
 import re
@@ -36,17 +37,19 @@ def tensorboard(folder: Path) -> Watcher:
         BadConfig: TP020, if no writer is installed.
     """
     try:
-        writer: Any = importlib.import_module("tensorboardX").SummaryWriter(str(folder))
+        module: Any = importlib.import_module("tensorboardX")
     except ImportError:
         raise BadConfig(
             "tensorboardX is not installed", where="run.tensorboard", fix="pip install tensorboardX"
         ) from None
+    writer = module.SummaryWriter(str(folder), flush_secs=10)
+    # Its thread dies with the process, and what it has not written yet with it.
+    atexit.register(writer.close)
 
     def watch(line: Mapping[str, float | None]) -> None:
         for name, value in line.items():
             if name != "step" and value is not None:
                 writer.add_scalar(name, value, line["step"])
-        writer.flush()
 
     return watch
 
