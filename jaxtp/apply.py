@@ -41,8 +41,8 @@ def shard(
 
     Parameters lie where the plan puts them, with its vocab padding; optimizer state follows them
     (`jaxtp.state`); counters, keys and other small leaves are whole on every device. Numbers become
-    arrays. An array that already lies right is not copied: as with `jax.device_put`, both trees
-    then share it, and donating one ends the other.
+    arrays. An array that already lies right on the mesh is not copied: as with `jax.device_put`,
+    both trees then share it, and donating one ends the other.
 
     Args:
         tree: A Linen dict (boxed or not), an `nnx.Module` or `nnx.State`, a `TrainState`, optax
@@ -86,12 +86,25 @@ def plan_for(tree: PyTree, mesh: Any, plan: Plan | None, options: Mapping[str, A
 def place(tree: PyTree, found: Mapping[str, Slot], mesh: Mesh | AbstractMesh) -> PyTree:
     """`tree` with every leaf in its slot of `mesh`; the slots are known to be legal."""
 
-    def put(path: str, leaf: Any) -> Any:
+    def placed(path: str, leaf: Any) -> Any:
         slot = found[path]
-        return _put(leaf, slot.stored, NamedSharding(mesh, partition_spec(slot.spec)))
+        return put(leaf, slot.stored, NamedSharding(mesh, partition_spec(slot.spec)))
 
     with auto_context():
-        return map_with_path(put, tree)
+        return map_with_path(placed, tree)
+
+
+def put(leaf: Any, stored: tuple[int, ...], sharding: NamedSharding) -> Any:
+    """One leaf in its place, padded to the shape `stored` (elements)."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf.update(shape=stored, sharding=sharding)
+    # What one process has alone, it takes its devices' slices of, as of a host array.
+    same_reach = getattr(leaf, "is_fully_addressable", None) == sharding.is_fully_addressable
+    if isinstance(leaf, jax.Array) and same_reach:
+        return _move(leaf, stored, sharding)
+    host = np.asarray(leaf)
+    host = host.astype(jax.dtypes.canonicalize_dtype(host.dtype), copy=False)
+    return jax.make_array_from_callback(stored, sharding, functools.partial(_read, host, stored))
 
 
 def shard_batch(batch: PyTree, mesh: Any, *, axis_names: Mapping[str, str] | None = None) -> PyTree:
@@ -111,6 +124,12 @@ def shard_batch(batch: PyTree, mesh: Any, *, axis_names: Mapping[str, str] | Non
         NoTensorAxis: TP013, if the mesh has no tensor axis under its own or the given name.
     """
     shape = MeshShape.of(mesh, axis_names)
+    concrete = auto_mesh(mesh) if isinstance(mesh, Mesh) else abstract_mesh(shape)
+    return place(batch, batch_slots(batch, shape), concrete)
+
+
+def batch_slots(batch: PyTree, shape: MeshShape) -> dict[str, Slot]:
+    """The checked slot of every array of a batch, by path; see `shard_batch`."""
     found: dict[str, Slot] = {}
     problems = Problems()
     for path, leaf in leaves(batch):
@@ -119,8 +138,7 @@ def shard_batch(batch: PyTree, mesh: Any, *, axis_names: Mapping[str, str] | Non
         for problem in check(path or "batch", found[path], shape):
             problems.add(problem)
     problems.raise_any()
-    concrete = auto_mesh(mesh) if isinstance(mesh, Mesh) else abstract_mesh(shape)
-    return place(batch, found, concrete)
+    return found
 
 
 def unshard(tree: PyTree, plan: Plan | None = None) -> PyTree:
@@ -156,21 +174,6 @@ def _fetch(leaf: Any) -> NDArray[Any]:
     return np.array(leaf)
 
 
-def _put(leaf: Any, stored: tuple[int, ...], sharding: NamedSharding) -> Any:
-    """One leaf in its place."""
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return leaf.update(shape=stored, sharding=sharding)
-    # What one process has alone, it takes its devices' slices of, as of a host array.
-    same_reach = getattr(leaf, "is_fully_addressable", None) == sharding.is_fully_addressable
-    if isinstance(leaf, jax.Array) and same_reach:
-        return _move(leaf, stored, sharding)
-    if np.ndim(leaf) == 0 and sharding.is_fully_addressable:
-        return jax.device_put(leaf, sharding)  # keeps the weak type of a Python number
-    host = np.asarray(leaf)
-    host = host.astype(jax.dtypes.canonicalize_dtype(host.dtype), copy=False)
-    return jax.make_array_from_callback(stored, sharding, functools.partial(_read, host, stored))
-
-
 def _read(
     host: NDArray[Any], stored: tuple[int, ...], index: tuple[slice, ...] | None
 ) -> NDArray[Any]:
@@ -194,7 +197,10 @@ def _move(x: jax.Array, stored: tuple[int, ...], sharding: NamedSharding) -> jax
         if x.shape == stored and x.sharding.is_equivalent_to(sharding, x.ndim):
             return jax.device_put(x, sharding)
         return _exchange(stored, sharding)(x)
-    return jax.device_put(pad_to(x, stored), sharding)
+    # Where source and target meet, device_put shares memory; a copy makes the result free to be
+    # donated.
+    source = jnp.copy(x) if x.shape == stored else pad_to(x, stored)
+    return jax.device_put(source, sharding)
 
 
 @functools.cache

@@ -57,7 +57,7 @@ def init_sharded(
     Raises:
         JaxtpError: whatever `jaxtp.shard` raises.
     """
-    with auto_context():
+    with auto_context(mesh):
         shapes = _shapes(init_fn)
         plan = plan_for(shapes, mesh, plan, options)
         target = plan_mesh(mesh, plan.mesh)
@@ -99,7 +99,7 @@ def init_optimizer(
         BadMesh: TP010, if the parameters lie on several meshes.
     """
     found, mesh = array_slots(params)
-    with auto_context():
+    with auto_context(mesh):
         plain, rebuild = as_pytree(place(params, found, auto_mesh(mesh)))
 
         def make(plain: PyTree) -> PyTree:

@@ -1,6 +1,5 @@
 """Every optimizer that must work on a small hand-planned tree; a new one joins by adding a row."""
 
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import PartitionSpec as P
@@ -77,13 +76,3 @@ def fresh_params():
         return random.normal(0.0, 0.5, shapes).astype(np.float32)
 
     return draw(SHAPES)
-
-
-def loss_fn(params, batch):
-    """A scalar that every parameter has a part in; `batch` is `(batch,)` ids below 16."""
-    x = params["embed"]["table"][batch] * params["norm"]["scale"]
-    for layer in range(2):
-        up = params["layers"]["up"]
-        h = jnp.tanh(x @ up["kernel"][layer] + up["bias"][layer][None])
-        x = x + h @ params["layers"]["down"]["kernel"][layer]
-    return jnp.mean((x @ params["square"]["kernel"]) ** 2)

@@ -10,6 +10,7 @@ from collections.abc import Generator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jaxtp.errors import BadMesh, IdleDevices
@@ -125,19 +126,21 @@ def auto_mesh(mesh: Mesh | AbstractMesh) -> Mesh:
 
 
 @contextlib.contextmanager
-def auto_context() -> Generator[None]:
-    """Makes the axes of the ambient mesh Auto inside the block; without a mesh nothing happens.
+def auto_context(mesh: Mesh | AbstractMesh | None = None) -> Generator[None]:
+    """Inside the block no Explicit mesh and no mesh of other devices is the ambient one.
 
-    Under `jax.set_mesh` with Explicit axes, JAX refuses every array that lies on an Auto mesh.
+    Under `jax.set_mesh` with Explicit axes JAX refuses every array that lies on an Auto mesh, and
+    under a mesh of other devices every function that puts its results elsewhere. Where there is no
+    ambient mesh, there is none inside either.
+
+    Args:
+        mesh: What takes the ambient mesh's place, with Auto axes; by default nothing does.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    if AxisType.Explicit not in mesh.axis_types:
+    if jax.sharding.get_abstract_mesh().empty:
         yield
         return
-    auto = AbstractMesh(
-        mesh.axis_sizes, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names)
-    )
-    with jax.sharding.use_abstract_mesh(auto):
+    empty = Mesh(np.empty((), dtype=object), ())
+    with jax.set_mesh(empty if mesh is None else auto_mesh(mesh)):
         yield
 
 

@@ -1,0 +1,291 @@
+"""The jitted train step: state in, state out, in the same places, in the same memory.
+
+Stage in: a step function written for one device, a placed train state, a mesh. Stage out: a `Step`
+that compiles once.
+"""
+
+import contextlib
+import functools
+import math
+import operator
+import weakref
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxtp.activations import use_plan
+from jaxtp.apply import batch_slots, place, put
+from jaxtp.errors import BadMesh, BadStep, PlanMismatch, Problems, StateNotPlaced, join
+from jaxtp.mesh.axes import MeshShape
+from jaxtp.mesh.build import auto_context, auto_mesh, plan_mesh
+from jaxtp.plan import Plan
+from jaxtp.state import SMALL_BYTES
+from jaxtp.trees import PyTree, as_pytree, itemsize, leaves, shape_dtype
+
+State = TypeVar("State")
+Structure = tuple[jax.tree_util.PyTreeDef, Callable[[PyTree], PyTree]]
+"""How to put leaves together again: the treedef of the plain tree, and the way back from there."""
+
+
+def jit_step(
+    step_fn: Callable[[State, Any], Any],
+    state: State,
+    mesh: Mesh,
+    *,
+    plan: Plan | None = None,
+    axis_names: Mapping[str, str] | None = None,
+    donate: bool = True,
+    compiler_options: Mapping[str, Any] | None = None,
+) -> "Step[State]":
+    """`step_fn` as one compiled function over the mesh.
+
+    Every array of the new state lies where its predecessor lay, and takes over its memory; the
+    batch is split over dp and fsdp only. It works under any ambient mesh, or none.
+
+    Args:
+        step_fn: `(state, batch) -> (state, metrics)`, or `-> state`; single-device code. With NNX
+            the state holds the objects, e.g. `(model, optimizer)`: the function may change them in
+            place, and returns them.
+        state: The state to begin with, from `init_sharded` or `shard`, or structs with shardings.
+            Its arrays say where everything lies. Only its shapes and places are used here.
+        mesh: The mesh that the state was placed with.
+        plan: Makes the plan's activation constraints hold inside the step (`use_plan`).
+        axis_names: What jaxtp calls an axis -> what the mesh calls it, e.g. `{"dp": "data"}`; the
+            plan knows them, if one is given.
+        donate: Let the new state use the memory of the old one, which is gone after the call. NNX
+            objects that were passed in are then empty; use those that come back.
+        compiler_options: XLA options for this function, e.g. from `jaxtp.compile_options`.
+
+    Raises:
+        StateNotPlaced: TP070, if a large array of the state is not on the mesh.
+        BadMesh: TP010, if the state lies on other devices than those of the mesh.
+        NoTensorAxis: TP013, if the mesh has no tensor axis under its own or the given name.
+    """
+    shape = plan.mesh if plan is not None else MeshShape.of(mesh, axis_names)
+    return Step(
+        step_fn,
+        state,
+        mesh,
+        shape=shape,
+        plan=plan,
+        donate=donate,
+        compiler_options=compiler_options,
+    )
+
+
+class Step(Generic[State]):
+    """A jitted train step; call it as `step(state, batch)`.
+
+    Attributes:
+        jitted: The function under it, of (structure, leaves of the state, batch).
+        mesh: The Auto mesh that the state lies on.
+        shardings: Where each leaf of the state lies, in JAX's flattening order.
+    """
+
+    def __init__(
+        self,
+        step_fn: Callable[[State, Any], Any],
+        state: State,
+        mesh: Mesh,
+        *,
+        shape: MeshShape,
+        plan: Plan | None,
+        donate: bool,
+        compiler_options: Mapping[str, Any] | None,
+    ) -> None:
+        self._shape, self._plan, self._donate = shape, plan, donate
+        self._user_mesh = mesh
+        self._plan_mesh = None if plan is None else plan_mesh(mesh, plan.mesh)
+        self.mesh, self.shardings = _places(state, mesh)
+        # What the last call returned needs no look in the next one.
+        self._known: list[weakref.ref[jax.Array]] = []
+        self.jitted = jax.jit(
+            functools.partial(_body, step_fn),
+            static_argnums=0,
+            in_shardings=(self.shardings, None),
+            out_shardings=(self.shardings, None),
+            donate_argnums=1 if donate else (),
+            keep_unused=True,  # a dropped argument would not be donated
+            compiler_options=dict(compiler_options) if compiler_options else None,
+        )
+
+    def __call__(self, state: State, batch: PyTree) -> Any:
+        """One step: what `step_fn` returns, with the state on the mesh.
+
+        Args:
+            state: As the one that the step was made for; what lies elsewhere is moved first.
+            batch: A tree of arrays `(batch, ...)`, on the host or placed.
+
+        Raises:
+            BadStep: TP133, if `step_fn` does not return the state as it was.
+            PlanMismatch: TP045, if the state has another number of arrays.
+            SizeMismatch: TP003, if the batch does not divide over the batch axes.
+        """
+        with self._context():
+            structure, arrays = _take_apart(state)
+            known = [ref() for ref in self._known]
+            if len(known) != len(arrays) or any(map(operator.is_not, known, arrays)):
+                arrays = self._adopt(arrays)
+            new, rest = self.jitted(structure, arrays, self._placed(batch))
+        self._known = [weakref.ref(leaf) for leaf in new]
+        return (_put_together(structure, new), *rest) if rest else _put_together(structure, new)
+
+    def lower(self, state: State, batch: PyTree) -> jax.stages.Lowered:
+        """The step lowered for arrays or structs; nothing runs and nothing is donated."""
+        with self._context():
+            structure, arrays = _take_apart(state)
+            arrays = [_settle(x, s) for x, s in zip(arrays, self.shardings, strict=True)]
+            return self.jitted.lower(structure, arrays, self._placed(batch))
+
+    @contextlib.contextmanager
+    def _context(self) -> Generator[None]:
+        with auto_context(self._user_mesh), contextlib.ExitStack() as stack:
+            if self._plan is not None and self._plan_mesh is not None:
+                stack.enter_context(use_plan(self._plan, self._plan_mesh))
+            yield
+
+    def _placed(self, batch: PyTree) -> PyTree:
+        return place(batch, batch_slots(batch, self._shape), self.mesh)
+
+    def _adopt(self, arrays: list[Any]) -> list[jax.Array]:
+        """A state that this step has not made: every array in its place and in its own memory.
+
+        Donating one buffer twice is an error, and ends the process on jax 0.10. Optimizers start
+        with copies of the parameters that are the parameters themselves.
+        """
+        if len(arrays) != len(self.shardings):
+            raise PlanMismatch(
+                f"the state has {len(arrays)} arrays, the step was made for {len(self.shardings)}",
+                fix="make the step from this state",
+            )
+        placed = [_settle(x, s) for x, s in zip(arrays, self.shardings, strict=True)]
+        # Asking for the address of an array that is still being computed can hang JAX on CPU.
+        jax.block_until_ready(placed)
+        seen: set[int] = set()
+        for i, leaf in enumerate(placed):
+            address = _address(leaf)
+            if self._donate and address in seen:
+                placed[i] = jnp.copy(leaf)
+            seen.add(address)
+        return placed
+
+
+def _settle(leaf: Any, sharding: NamedSharding) -> Any:
+    """A leaf in its place, of a strong type.
+
+    A Python number is weakly typed, and what a checkpoint gives back is not: without this the step
+    would compile again, and promote differently, after a restart.
+    """
+    leaf = put(leaf, np.shape(leaf), sharding)
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf.update(weak_type=False)
+    return jax.lax.convert_element_type(leaf, leaf.dtype) if jax.typeof(leaf).weak_type else leaf
+
+
+def _take_apart(tree: PyTree) -> tuple[Structure, list[Any]]:
+    plain, rebuild = as_pytree(tree)
+    arrays, treedef = jax.tree.flatten(plain)
+    return (treedef, rebuild), arrays
+
+
+def _put_together(structure: Structure, arrays: Iterable[Any]) -> PyTree:
+    treedef, rebuild = structure
+    return rebuild(jax.tree.unflatten(treedef, arrays))
+
+
+def _body(
+    step_fn: Callable[[Any, Any], Any],
+    structure: Structure,
+    arrays: list[jax.Array],
+    batch: PyTree,
+) -> tuple[list[jax.Array], tuple[Any, ...]]:
+    """What is traced: leaves in, leaves out, and the metrics, if there are any, in a tuple."""
+    state = _put_together(structure, arrays)
+    paths = [path for path, _ in leaves(state)]
+    out = step_fn(state, batch)
+    ways: list[tuple[Any, tuple[Any, ...]]] = [(out, ())]
+    if isinstance(out, tuple) and len(out) == 2:
+        ways.append((out[0], out[1:]))
+    for new, rest in ways:
+        found, new_arrays = _take_apart(new)
+        if found == structure:
+            return _successors(paths, arrays, new_arrays), rest
+    returned = {path for path, _ in leaves(ways[-1][0])}
+    raise BadStep(
+        f"the step returns a {type(out).__name__} that is not the state, nor (state, metrics); "
+        f"missing: {join(sorted(set(paths) - returned)) or 'nothing'}, "
+        f"new: {join(sorted(returned - set(paths))) or 'nothing'}",
+        fix="return (state, metrics) or state, with the types and static fields that came in",
+    )
+
+
+def _successors(
+    paths: Sequence[str], old: Sequence[jax.Array], new: Sequence[Any]
+) -> list[jax.Array]:
+    """The new leaves, checked to be able to take the places of the old ones."""
+    problems, checked = Problems(), list[jax.Array]()
+    for path, before, after in zip(paths, old, new, strict=True):
+        after = jnp.asarray(after)
+        if (after.shape, after.dtype) != (before.shape, before.dtype):
+            problems.add(
+                BadStep(
+                    f"{before.dtype}{list(before.shape)} comes back as "
+                    f"{after.dtype}{list(after.shape)}",
+                    where=path,
+                    fix=f"return it as {before.dtype}{list(before.shape)}",
+                )
+            )
+        elif jax.typeof(after).weak_type:  # as in _settle
+            after = jax.lax.convert_element_type(after, before.dtype)
+        checked.append(after)
+    problems.raise_any()
+    return checked
+
+
+def _places(state: PyTree, mesh: Mesh) -> tuple[Mesh, list[NamedSharding]]:
+    """The mesh that a state lies on, and where each leaf lies; small strays become copies."""
+    found: list[NamedSharding | None] = []
+    problems = Problems()
+    for path, leaf in leaves(state):
+        shape, dtype = shape_dtype(leaf, path)
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+            if list(sharding.mesh.devices.flat) != list(mesh.devices.flat):
+                raise BadMesh(
+                    f"the array lies on {sharding.mesh.devices.size} devices that are not, or not "
+                    f"in the order of, the {mesh.devices.size} devices of the mesh",
+                    where=path,
+                    fix="give jit_step the mesh that the state was placed with",
+                )
+            # The memory too: an offloaded state goes back to the host.
+            home, kind = auto_mesh(sharding.mesh), sharding.memory_kind
+            found.append(NamedSharding(home, sharding.spec, memory_kind=kind))
+        else:
+            found.append(None)
+            if itemsize(dtype) * math.prod(shape) > SMALL_BYTES:
+                problems.add(_astray(path, f"lies on {sharding or 'the host'}"))
+    homes = [sharding.mesh for sharding in found if sharding is not None]
+    if not homes:
+        problems.add(_astray("", "has no array on the mesh"))
+    problems.raise_any()
+    home = auto_mesh(homes[0])
+    return home, [sharding or NamedSharding(home, PartitionSpec()) for sharding in found]
+
+
+def _astray(path: str, where: str) -> StateNotPlaced:
+    return StateNotPlaced(
+        f"the state {where}",
+        where=path,
+        fix="make it with jaxtp.init_sharded, or move it with jaxtp.shard(state, mesh)",
+    )
+
+
+def _address(x: jax.Array) -> int:
+    """Where the first local piece of an array lies in memory; its own number if it is empty."""
+    if x.nbytes == 0 or jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return id(x)
+    return x.addressable_shards[0].data.unsafe_buffer_pointer()
