@@ -17,8 +17,8 @@ from flax import nnx
 from jaxtp import models
 
 BATCH, SEQ, WIDTH, HEADS, INNER, VOCAB, LAYERS, EXPERTS = 8, 64, 512, 8, 2048, 2048, 2, 8
-"""As many tokens as the model is wide: where tensor parallelism is used. What fsdp moves does not grow
-with tokens; from about twice as many on it moves less."""
+"""As many tokens as the model is wide, which is where tensor parallelism is used: what fsdp moves
+does not grow with tokens, and from about twice as many on it is less."""
 
 TOKENS = jax.ShapeDtypeStruct((BATCH, SEQ), jnp.int32)
 DTYPE = jnp.bfloat16
