@@ -118,6 +118,12 @@ def test_gradients_of_replicas_are_summed_in_the_type_that_is_asked_for(report):
     assert {row.dtype for row in wide_rows} == {"f32"}
 
 
+def test_sequence_parallelism_moves_a_quarter_more_and_needs_no_permutes(report):
+    cut = preflight_preset(dataclasses.replace(TINY, sequence_parallel=True), "h100:1x8")[1]
+    assert not cut.unexpected
+    assert cut.wire_bytes / report.wire_bytes == pytest.approx(1.25, abs=0.02)
+
+
 def test_a_padded_vocabulary_is_cut():
     gpt = StepOptions(model="gpt2", tp=4)
     for pad, cut in ((False, None), (True, 0)):

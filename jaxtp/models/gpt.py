@@ -190,7 +190,9 @@ class GPT(nnx.Module):
             positions_BT = default_positions(tokens_BT)
         x_BTD = self.wte(constrain(tokens_BT, "tokens")) + self.wpe(positions_BT)
         context = {"segment_ids_BT": segment_ids_BT}
-        x_BTD = scan_layers(self.h, constrain(x_BTD, "residual"), context, self.config.remat)
+        # Whole before it is cut along the sequence, see `jaxtp.models.llama`.
+        x_BTD = constrain(constrain(x_BTD, "block_input"), "residual")
+        x_BTD = scan_layers(self.h, x_BTD, context, self.config.remat)
         return normed(self.ln_f, x_BTD)
 
     def logits(self, h_BTD: jax.Array) -> jax.Array:

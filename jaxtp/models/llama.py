@@ -326,7 +326,9 @@ class Llama(nnx.Module):
         x_BTD = self.embed_tokens(constrain(tokens_BT, "tokens"))
         if config.scale_embedding:
             x_BTD = x_BTD * math.sqrt(config.hidden_size)  # rounded to the type of x, as there
-        x_BTD = constrain(x_BTD, "residual")
+        # Whole before it is cut along the sequence: cut at once, the lookup is split over replicas
+        # and tokens together, and undoing that takes permutes.
+        x_BTD = constrain(constrain(x_BTD, "block_input"), "residual")
         context = {"angles_BTH": angles_BTH, "segment_ids_BT": segment_ids_BT}
         x_BTD = scan_layers(self.layers, x_BTD, context, config.remat)
         return normed(self.norm, x_BTD)
