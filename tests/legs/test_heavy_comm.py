@@ -22,7 +22,7 @@ def compiler():
 
 
 @pytest.mark.timeout(3000)
-@pytest.mark.parametrize("name", ["floor", "replicas", "memory", "gpt3"])
+@pytest.mark.parametrize("name", bench_comm.SECTIONS)
 def test_thresholds_are_reached(name, compiler):
     section = bench_comm.SECTIONS[name](compiler)
     assert section.thresholds
