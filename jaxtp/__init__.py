@@ -17,6 +17,7 @@ from jaxtp.parallelize import parallelize
 from jaxtp.plan import ParamDecision, Plan
 from jaxtp.planner import make_plan
 from jaxtp.state import state_specs
+from jaxtp.train.step import jit_step
 from jaxtp.verify import verify
 from jaxtp.view import see_tp_plan
 from jaxtp.xla.options import compile_options
@@ -36,6 +37,7 @@ __all__ = [
     "export_rules",
     "init_optimizer",
     "init_sharded",
+    "jit_step",
     "load_tree",
     "make_mesh",
     "make_plan",
