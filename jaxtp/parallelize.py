@@ -150,7 +150,7 @@ class _Placer:
         value = scope.values.get(equation.outvars[0])
         operands = [v.val if isinstance(v, Literal) else known[v] for v in equation.invars]
         elementwise = value is not None and value.elementwise
-        return over_pieces(equation, operands, elementwise=elementwise)
+        return over_pieces(equation, operands, self._split, elementwise=elementwise)
 
     def _product(self, scope: Scope, equation: Any, operands: Sequence[Any]) -> Any:
         """The product by a shared or a fused weight, or None for any other."""
@@ -175,8 +175,9 @@ class _Placer:
         return None
 
     def _split(self, x: Any, dims: Mapping[int, tuple[str, ...]]) -> Any:
-        """`x` with some dims split over tensor axes and the others as XLA likes."""
-        return self._constrain(x, [dims.get(d) or FREE for d in range(x.ndim)])
+        """`x` with some dims split over tensor axes, or whole, and the others as XLA likes."""
+        entries = [dims[d] or None if d in dims else FREE for d in range(x.ndim)]
+        return self._constrain(x, entries, even_whole=() in dims.values())
 
     def _place(self, equation: Any, value: Value, result: Any) -> Any:
         """An equation's result, constrained if it is one of the values that matter."""
@@ -269,13 +270,14 @@ class _Placer:
         atoms = resolve(dim)
         return self._plan.mesh.batch if atoms and atoms[0] is self._batch else ()
 
-    def _constrain(self, x: Any, entries: Sequence[Entry]) -> Any:
-        """`x` with a constraint; a dim that does not divide is left to XLA."""
+    def _constrain(self, x: Any, entries: Sequence[Entry], *, even_whole: bool = False) -> Any:
+        """`x` with a constraint if it splits; a dim that does not divide is left to XLA."""
         fitted = [
             FREE if isinstance(e, tuple) and size % self._plan.mesh.ways(e) else e
             for e, size in zip(entries, x.shape, strict=True)
         ]
-        if all(not isinstance(e, tuple) or self._plan.mesh.ways(e) == 1 for e in fitted):
+        splits = any(isinstance(e, tuple) and self._plan.mesh.ways(e) > 1 for e in fitted)
+        if not splits and not even_whole:
             return x
         return jax.lax.with_sharding_constraint(
             x, NamedSharding(self._mesh, PartitionSpec(*fitted))

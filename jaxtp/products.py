@@ -182,17 +182,21 @@ def fused(
 
     A cut of the whole weight would put parts of q, k and v on the wrong devices, and XLA would move
     the activations to where they belong. A piece is cut by itself, from a weight that is whole on
-    every
-    device: nothing moves forward, and backward only the weight's gradient is put together.
+    every device: nothing moves forward, and backward only the weight's gradient is put together.
+    Every piece is first said to be whole: otherwise XLA splits the weight before it is sliced, and
+    its gradient before it is put together, and permutes both (17 permutes in two layers of GPT-2).
     """
     parts: list[Any] = []
     for start, stop in cuts:
-        piece = place(jax.lax.slice_in_dim(w, start, stop, axis=product.dim), {product.dim: axes})
+        piece = place(jax.lax.slice_in_dim(w, start, stop, axis=product.dim), {product.dim: ()})
+        piece = place(piece, {product.dim: axes})
         parts.append(place(product(x, piece), {product.out: axes}))
     return Fused(tuple(parts), product.out, tuple(cuts))
 
 
-def over_pieces(equation: Any, operands: Sequence[Any], *, elementwise: bool) -> list[Any] | None:
+def over_pieces(
+    equation: Any, operands: Sequence[Any], place: Place, *, elementwise: bool
+) -> list[Any] | None:
     """The results of an equation on fused operands without putting them together, or None.
 
     Slices and splits at the cuts pick pieces; elementwise equations run on each piece.
@@ -217,7 +221,9 @@ def over_pieces(equation: Any, operands: Sequence[Any], *, elementwise: bool) ->
                     return None
                 operand = operand.parts[index]
             elif jnp.ndim(operand) > first.dim and operand.shape[first.dim] == size:
+                vector = jnp.size(operand) == size
                 operand = jax.lax.slice_in_dim(operand, start, stop, axis=first.dim)
+                operand = place(operand, {first.dim: ()}) if vector else operand  # as in `fused`
             pieces.append(operand)
         parts.append(bind(*pieces))
     return [Fused(tuple(parts), first.dim, first.cuts)]
