@@ -8,8 +8,7 @@ No GPU is needed and nothing runs: memory, messages and their bytes are the comp
 hidden shares come from the two-clock model of `jaxtp.xla.schedule`. The peers of
 `comm_peers.py` are compiled on the same step in the same run, against the same floor.
 
-cuDNN attention is compiled where the package nvidia-cudnn-cu12 can be imported, XLA's own attention
-elsewhere; the output says which.
+Attention is cuDNN's where nvidia-cudnn-cu12 can be imported, else XLA's; the output says which.
 """
 
 import dataclasses
@@ -333,7 +332,7 @@ def memory(compiler: Compiler) -> Section:
         )
     under = 1 - compiler(variants["aggressive"]).peak_bytes / base.peak_bytes
     return Section(
-        title=f"memory, llama3-8b, tp 8, batch 4 x 4096, fp32 Adam, {step.attention} attention, h100:1x8",
+        title=f"memory, llama3-8b, tp 8, batch 4 x 4096, fp32 Adam, {step.attention} attention",
         rows=rows,
         thresholds=[(f"aggressive at least 30% under naive: {under:.0%}", under >= 0.3)],
     )
@@ -390,8 +389,8 @@ def gpt3(compiler: Compiler) -> Section:
             (f"aggressive faster than default: {best / default - 1:+.1%}", best > default),
         ],
         notes=[
-            f"{layers} layers fit beside {RUNTIME_BYTES // GIB} GiB for CUDA and NCCL; each program is "
-            "scaled to 96 by the modelled time of one of its layers",
+            f"{layers} layers fit beside {RUNTIME_BYTES // GIB} GiB for CUDA and NCCL; each program "
+            "is scaled to 96 by the modelled time of one of its layers",
             "manual TP: specs by hand, constraints at the residual stream, heads and MLP, donation",
             "AutoTP's figures are its authors', on other hardware, against a manual plan of theirs",
         ],
