@@ -389,7 +389,7 @@ def gpt3(compiler: Compiler) -> Section:
             (f"aggressive faster than default: {best / default - 1:+.1%}", best > default),
         ],
         notes=[
-            f"{layers} layers fit beside {RUNTIME_BYTES // GIB} GiB for CUDA and NCCL; each program "
+            f"{layers} layers fit beside {RUNTIME_BYTES // GIB} GiB for CUDA, NCCL; each program "
             "is scaled to 96 by the modelled time of one of its layers",
             "manual TP: specs by hand, constraints at the residual stream, heads and MLP, donation",
             "AutoTP's figures are its authors', on other hardware, against a manual plan of theirs",

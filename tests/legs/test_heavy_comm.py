@@ -2,8 +2,8 @@
 
 python -m pytest tests/legs/test_heavy_comm.py
 
-About fifty programs for 8 and 256 GPUs; half an hour on two cores. cuDNN attention is compiled
-where the package nvidia-cudnn-cu12 is installed.
+Needs nvidia-cudnn-cu12 and jax 0.11.2 or later, whose scheduler has the options of the aggressive
+profile. About fifty programs for 8 and 256 GPUs; half an hour on two cores.
 """
 
 import sys
