@@ -257,3 +257,30 @@ def low_rank_adapters(s: Sizes) -> Case:
         "down_a": (0, (s.ffn,)),
     }
     return Case(fn, params, (stream(s),), expected)
+
+
+@model
+def gathered_heads(s: Sizes) -> Case:
+    """kv heads repeated by a constant index: the link to the query heads is lost."""
+
+    def fn(p, x):
+        index = jnp.arange(8) // 4
+        k, v = (heads(x @ p[n], 2)[:, :, index] for n in "kv")
+        return x + merge(attend(heads(x @ p["q"], 8), k, v)) @ p["o"]
+
+    s = dataclasses.replace(s, heads=8)
+    return Case(fn, qkvo_params(s, 2), (stream(s),), {"q": (1, (8,)), "o": (0, (8,))})
+
+
+@model
+def rotated_by_matrix(s: Sizes) -> Case:
+    """Queries and the one key head turned by a constant matrix."""
+
+    def fn(p, x):
+        turn = jnp.eye(s.head)[::-1]
+        q, k, v = heads(x @ p["q"], s.heads) @ turn, x @ p["k"] @ turn, x @ p["v"]
+        probs = jax.nn.softmax(jnp.einsum("bthd,bsd->bhts", q, k), -1)
+        return x + merge(jnp.einsum("bhts,bsd->bthd", probs, v)) @ p["o"]
+
+    expected = {"q": (1, (s.heads,)), "o": (0, (s.heads,))}
+    return Case(fn, qkvo_params(s, 1), (stream(s),), expected)

@@ -232,7 +232,7 @@ def gated_recurrence(s: Sizes) -> Case:
     blocks, block = s.heads, s.head
 
     def fn(p, x):
-        u = x @ p["x"]
+        u = merge(heads(x @ p["x"], blocks) * jax.nn.sigmoid(x @ p["weigh"])[..., None])
         u = jax.lax.conv_general_dilated(
             u,
             p["conv"],
@@ -262,6 +262,7 @@ def gated_recurrence(s: Sizes) -> Case:
         "gate": f32(blocks, block, block),
         "gate_bias": f32(blocks, block),
         "decay": f32(s.inner),
+        "weigh": f32(s.width, blocks),
         "out": f32(s.inner, s.width),
     }
     unit = (blocks,)
@@ -272,7 +273,8 @@ def gated_recurrence(s: Sizes) -> Case:
         "gate": (0, unit),
         "out": (0, unit),
     }
-    return Case(fn, params, (stream(s),), expected | {"gate_bias": (0, unit), "decay": (0, unit)})
+    expected |= {"gate_bias": (0, unit), "decay": (0, unit), "weigh": (1, unit)}
+    return Case(fn, params, (stream(s),), expected)
 
 
 @model
@@ -301,3 +303,16 @@ def time_mixing(s: Sizes) -> Case:
     unit = (s.width,)
     expected = {"r": (1, unit), "k": (1, unit), "v": (1, unit), "o": (0, unit)}
     return Case(fn, params, (stream(s),), expected | {"first": (0, unit), "decay": (0, unit)})
+
+
+@model
+def sparse_mlp(s: Sizes) -> Case:
+    """Only the largest hidden units count: the width is needed whole, and nothing is split."""
+
+    def fn(p, x):
+        hidden = jax.nn.relu(x @ p["up"])
+        least = jax.lax.top_k(hidden, 3)[0][..., -1:]
+        return x + jnp.where(hidden >= least, hidden, 0) @ p["down"]
+
+    params = {"up": f32(s.width, s.ffn), "down": f32(s.ffn, s.width)}
+    return Case(fn, params, (stream(s),), {})

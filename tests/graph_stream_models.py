@@ -180,7 +180,7 @@ def post_norm(s: Sizes) -> Case:
         y = swiglu(p["mlp"], x.astype(jnp.float32))
         y = jnp.where(jax.random.bernoulli(key, 0.9, y.shape), y / 0.9, 0).astype(jnp.bfloat16)
         x = layer_norm((2.5 * x + y).astype(jnp.float32), p["norm"])
-        return x + self_attention(p["attn"], x, s)
+        return layer_norm(2.5 * x + self_attention(p["attn"], x, s), p["norm"])
 
     params = {
         "mlp": swiglu_params(s),
@@ -425,3 +425,103 @@ def manual_mesh(s: Sizes) -> Case:
     s = dataclasses.replace(s, batch=max(s.batch, 2))
     params = {"attn": qkvo_params(s), "mlp": swiglu_params(s)}
     return Case(fn, params, (stream(s),), qkvo_expected(s, "attn/") | swiglu_expected(s, "mlp/"))
+
+
+@model
+def carried_weights(s: Sizes) -> Case:
+    """A loop that carries its weights along unchanged."""
+
+    def fn(p, x):
+        def step(_, carry):
+            x, kernels = carry
+            return x + swiglu(kernels, x), kernels
+
+        return jax.lax.fori_loop(0, 3, step, (x, p))[0]
+
+    return Case(fn, swiglu_params(s), (stream(s),), swiglu_expected(s, ""))
+
+
+@model
+def moving_average(s: Sizes) -> Case:
+    """A loop that carries a parameter and changes it: reached, and whole."""
+
+    def fn(p, x):
+        def step(mean, row):
+            mean = 0.9 * mean + 0.1 * row.mean(0)
+            return mean, row - mean[None]
+
+        _, rows = jax.lax.scan(step, p["mean"], jnp.swapaxes(x, 0, 1))
+        return x + swiglu(p["mlp"], jnp.swapaxes(rows, 0, 1))
+
+    params = {"mean": f32(s.width), "mlp": swiglu_params(s)}
+    return Case(fn, params, (stream(s),), swiglu_expected(s, "mlp/"))
+
+
+@model
+def shared_constant(s: Sizes) -> Case:
+    """One array of ones scales two widths, outside and inside a call: it ties nothing together."""
+
+    def fn(p, x):
+        ones = jnp.ones(max(s.width, s.ffn))
+
+        @jax.jit
+        def scale(wide, narrow, ones):
+            return wide * ones[None, None, : s.ffn], narrow * ones[None, None, : s.width]
+
+        hidden, x = scale(jax.nn.relu(x @ p["up"]), x * ones[None, None, : s.width], ones)
+        return x + (hidden * ones[None, None, : s.ffn]) @ p["down"]
+
+    params = {"up": f32(s.width, s.ffn), "down": f32(s.ffn, s.width)}
+    return Case(fn, params, (stream(s),), {"up": (1, (s.ffn,)), "down": (0, (s.ffn,))})
+
+
+@model
+def shared_bias(s: Sizes) -> Case:
+    """T5: one bias, table plus mask, is added to the scores of every layer: no residual."""
+
+    def fn(p, x, mask):
+        at = jnp.arange(s.seq)
+        table = p["table"][jnp.clip(jnp.abs(at[:, None] - at[None]), 0, 31)].transpose(2, 0, 1)
+        bias = jnp.where(mask[:, None, None], 0, -1e9) + table[None]
+        for layer in p["layers"]:
+            x = x + merge(attend(*(heads(x @ layer[n], s.heads) for n in "qkv"), bias)) @ layer["o"]
+        return x
+
+    s = dataclasses.replace(s, seq=max(s.seq, 2))
+    params = {"table": f32(32, s.heads), "layers": [qkvo_params(s)] * 3}
+    expected = {"table": (1, (s.heads,))}
+    for i in range(3):
+        expected |= qkvo_expected(s, f"layers/{i}/")
+    mask = jax.ShapeDtypeStruct((s.batch, s.seq), bool)
+    return Case(fn, params, (stream(s), mask), expected)
+
+
+@model
+def learned_positions(s: Sizes) -> Case:
+    """Positions as a parameter added to the stream, flat projections: head widths stay whole."""
+
+    def fn(p, x):
+        x = x + p["positions"]
+        return x + merge(attend(*(heads(x @ p[n], s.heads) for n in "qkv"))) @ p["o"]
+
+    params = qkvo_params(s) | {"positions": f32(1, s.seq, s.width)}
+    return Case(fn, params, (stream(s),), qkvo_expected(s, ""))
+
+
+@model
+def narrow_embedding(s: Sizes) -> Case:
+    """OPT-350m: a tied table narrower than the stream, widened and narrowed again."""
+
+    def fn(p, ids):
+        x = p["embed"][ids] @ p["widen"]
+        x = x + swiglu(p["mlp"], x)
+        return (x @ p["narrow"]) @ p["embed"].T
+
+    params = {
+        "embed": f32(s.vocab, 20),
+        "widen": f32(20, s.width),
+        "narrow": f32(s.width, 20),
+        "mlp": swiglu_params(s),
+    }
+    expected = {"embed": (0, (s.vocab,))} | swiglu_expected(s, "mlp/")
+    return Case(fn, params, (tokens(s),), expected)

@@ -120,6 +120,7 @@ ROLES = {
     "moe_dense": {"router": "router", "gate": "expert", "gate_bias": "expert"},
     "fused_split": {"qkv": "fused", "o": "row"},
     "relative_bias": {"table": "follower"},
+    "learned_queries": {"q": "column", "q_bias": "follower", "probe": "replicated"},
     "convolutions": {"stem": "conv", "head": "replicated"},
     "mamba": {
         "in": "fused",
@@ -184,6 +185,15 @@ def test_small_vocabularies_stay_whole():
     finding = analysis.findings["embed"]
     assert finding.dim is None
     assert "2048 entries, too few" in " ".join(finding.reasons)
+
+
+def test_positions_that_the_caller_passes_are_no_vocabulary():
+    """128 rows beside a token table of 2048 that is 16 times as large."""
+    case = MODELS["kv_cache"](DISTINCT)
+    with jax.numpy_rank_promotion("allow"):
+        findings = analyse(case.fn, case.params, *case.inputs, min_vocab=64).findings
+    assert findings["embed"].role == "vocab"
+    assert findings["positions"].role == "position"
 
 
 def test_parameters_the_call_does_not_reach():

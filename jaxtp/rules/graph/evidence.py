@@ -33,6 +33,9 @@ INNER, EXPERT, VOCAB, SMALL = "inner", "expert", "vocab", "small"
 MINOR_TABLE = 8
 
 
+MIXED = "mixed over positions by a product of two activations"
+
+
 @dataclasses.dataclass(slots=True, eq=False)
 class Known:
     """What the facts say about one class.
@@ -212,7 +215,8 @@ class Evidence:
         """What attention sums over, and the width that it mixes, are never split.
 
         A sum over positions (the values of attention, linear attention's state) mixes the free dims
-        of its operands. Scores are exempt: their free dims are positions and heads.
+        of its operands. Scores are exempt: their free dims are positions and heads. So are sums
+        with a constant, which treat every entry of the free dims alike.
         """
         widths = {atom for dims in self.params.values() for atom in classes_in(dims)}
         widths -= self.streams
@@ -226,13 +230,13 @@ class Evidence:
         for fact in products:
             for atom in classes_in(fact.summed):
                 self._note(atom).whole.append("summed in a product of two activations")
-            if any(map(is_width, fact.summed)):
-                continue
-            for free, scores in zip(fact.free, fact.scores, strict=True):
-                for atom in () if scores else classes_in(free):
-                    self._note(atom).whole.append(
-                        "mixed over positions by a product of two activations"
-                    )
+            sums_width = any(map(is_width, fact.summed))
+            for free, scores, fixed in zip(fact.free, fact.scores, fact.fixed, strict=True):
+                if fixed and sums_width:  # a width turned by a constant matrix is a width
+                    widths.update(classes_in(free))
+                if not (sums_width or scores or any(fact.fixed)):
+                    for atom in classes_in(free):
+                        self._note(atom).whole.append(MIXED)
 
     def _demote(self) -> bool:
         """Takes one class off the stream if splitting it is worth more than keeping it whole.

@@ -40,12 +40,14 @@ class Product:
         summed: The dims summed over: head width in attention scores, positions after the softmax.
         free: The dims of both sides that appear in the output, left side first.
         scores: Whether each side is itself made of such a product (attention probabilities).
+        fixed: Whether each side is a constant (a rotation, a Fourier basis).
         equation: The jaxpr equation.
     """
 
     summed: Dims
     free: tuple[Dims, Dims]
     scores: tuple[bool, bool]
+    fixed: tuple[bool, bool]
     equation: Any = dataclasses.field(repr=False)
 
 

@@ -53,9 +53,9 @@ def multiply(
     weight = kinds.index(Kind.PARAMETER) if Kind.PARAMETER in kinds else None
     if weight is None or (batch and not sides[weight].path):
         scores = (sides[0].scores, sides[1].scores)
-        walk.facts.append(Product(summed, free, scores, equation))
-        # A constant matrix (a rotation, a Fourier basis) makes no attention scores.
-        again = any(scores) if Kind.CONSTANT in kinds else not any(scores)
+        fixed = (kinds[0] is Kind.CONSTANT, kinds[1] is Kind.CONSTANT)
+        walk.facts.append(Product(summed, free, scores, fixed, equation))
+        again = any(scores) if any(fixed) else not any(scores)
         return walk.derive(aval, dims, sides, scores=again)
     path, value = sides[weight].path, sides[1 - weight]
     if value.one_hot:
@@ -220,7 +220,7 @@ def attention(
     width = tuple(letters[c] for c in query if c in key and c not in result)
     positions = tuple(letters[c] for c in key if c in value and c not in query and c != "k")
     free = tuple(letters[c] for c in value if c not in key)
-    walk.facts.append(Product(width, ((), ()), (False, False), equation))
-    walk.facts.append(Product(positions, ((), free), (True, False), equation))
+    walk.facts.append(Product(width, ((), ()), (False, False), (False, False), equation))
+    walk.facts.append(Product(positions, ((), free), (True, False), (False, False), equation))
     others = [walk.classes.fresh_dims(shape_of(var.aval)) for var in equation.outvars[1:]]
     return [tuple(letters[c] for c in result), *others]
