@@ -123,7 +123,9 @@ class _Placer:
                     results = self._equation(scope, position, operands, gathered)
             for var, result in zip(equation.outvars, results, strict=True):
                 value = scope.values.get(var)
-                known[var] = result if value is None else self._place(equation, value, result)
+                known[var] = (
+                    result if value is None else self._place(scope, equation, value, result)
+                )
         return [value_of(var) for var in jaxpr.outvars]
 
     def _equation(
@@ -179,7 +181,7 @@ class _Placer:
         entries = [dims[d] or None if d in dims else FREE for d in range(x.ndim)]
         return self._constrain(x, entries, even_whole=() in dims.values())
 
-    def _place(self, equation: Any, value: Value, result: Any) -> Any:
+    def _place(self, scope: Scope, equation: Any, value: Value, result: Any) -> Any:
         """An equation's result, constrained if it is one of the values that matter."""
         if value.kind is not Kind.ACTIVATION or not value.shape or isinstance(result, Fused):
             return result
@@ -187,13 +189,20 @@ class _Placer:
             return self._constrain(result, self._stream(value))
         if equation.primitive.name in PRODUCTS:
             classes = self._dims(value)
-            is_region = any(self._axes(c) for c in classes)
+            is_region = any(self._axes(c) for c in classes) and not self._by_whole(scope, equation)
             leaves_region = value.product is not None and self._sums_region(value)
             if is_region:
                 return self._constrain(result, self._region(value))
             if leaves_region:
                 return self._constrain(result, self._stream(value))
         return result
+
+    def _by_whole(self, scope: Scope, equation: Any) -> bool:
+        """Whether a product's weight is whole in the plan, as a router's is: then the result is."""
+        values = [scope.values.get(v) for v in equation.invars if not isinstance(v, Literal)]
+        weights = [v.path for v in values if v and v.kind is Kind.PARAMETER and v.path]
+        tensor = self._plan.mesh.tp
+        return any(self._plan[path].dim_on(tensor) is None for path in weights)
 
     def _gather(
         self, scope: Scope, equation: Any, operands: list[Any], gathered: dict[Any, Any]
