@@ -351,8 +351,8 @@ class BadTarget(JaxtpError, ValueError):
 class CompileFailed(JaxtpError, RuntimeError):
     """A step cannot be traced, carried to the compiler's process, or compiled for the target.
 
-    Example: arguments on two meshes; cuDNN attention outside of `shard_map`, whose partitioning rule is a
-    Python function that no other process has.
+    Example: arguments on two meshes; cuDNN attention outside of `shard_map`, whose partitioning
+    rule is a Python function that no other process has.
     Fix: the message carries what JAX or XLA said; give such a step as `module:function`.
     """
 
@@ -389,7 +389,8 @@ class BadUsage(JaxtpError, ValueError):
 class BadStep(JaxtpError, TypeError):
     """A train step does not return the state that it was given: other arrays, shapes or types.
 
-    Why it matters: the new state could not take the old one's place, and every step would compile again.
+    Why it matters: the new state could not take the old one's place, and every step would compile
+    again.
     Fix: return `(state, metrics)` or `state`; cast updated parameters back to their own type.
     """
 
