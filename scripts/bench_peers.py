@@ -9,7 +9,7 @@ h100:1x8, and its program read: wire bytes per device, peak memory, FLOPs per de
 
     expert    specs by hand (`peer_models.py`), on a factored mesh where heads need it
     parallax  google-parallax 0.0.2, on its axis of eight; see `peer_parallax.py`
-    redco     the two rules of its paper (arXiv:2310.16355), written anew from their wording
+    redco     the two rules of its paper (arXiv:2310.16355), as we know them; not its code
     largest   every array cut along its largest dim that eight divides
     fsdp      the same, with the batch along the same axis: parameters gathered, no tensor axis
 
