@@ -2,70 +2,55 @@
 
     python scripts/bench_load.py                  # 1 process x 8 devices, 2 processes x 4 devices
     python scripts/bench_load.py --json           # the same as one JSON object
-    python scripts/bench_load.py --gigabytes 0.2  # smaller; needs that much disk, and memory twice
+    python scripts/bench_load.py --gigabytes 0.2  # needs that much disk, and twice that memory
 
 "Read" is what the kernel counted while `load_hf` ran (rchar of /proc/self/io). Simulated devices
 are CPUs, so the arrays themselves are host memory; "held" is what the process needed on top of them
 at its peak. The time is given as a ratio to reading the files once into new memory.
 
-Expect: read within 2% of the process's shards, held a few chunks of 128 MiB, and a ratio of 3 to 6.
+Expect: read within 2% of the process's shards, held a few chunks of 64 MiB, and a ratio of 3 to 6.
 What is in it beside reading is turning the weights from PyTorch's order, on the two cores of the
 machine instead of on GPUs, and about two seconds of compilation.
 """
 
 import argparse
+import dataclasses
 import json
 import os
-import resource
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
-LAYER_BYTES = 2 * (2 * 2048 * 2048 + 2 * 2048 * 256 + 3 * 2048 * 5632 + 2 * 2048)
-"""bfloat16 bytes of one layer of TinyLlama's sizes, which the checkpoint has."""
-VOCAB_BYTES = 2 * 2 * 32000 * 2048
-
 
 def make_checkpoint(folder: Path, gigabytes: float) -> None:
-    """Writes random weights in several files, as `save_hf` would."""
-    import dataclasses
-
+    """Writes a Llama of about that size with random bfloat16 weights, in several files."""
     import jax
 
     from jaxtp import models
-    from jaxtp.io.hf.config import write_fields
-    from jaxtp.io.hf.files import split_files, write_index
-    from jaxtp.io.safetensors import write_file, write_order
-    from jaxtp.models.names import storage, table_of
-    from jaxtp.trees import flatten
+    from jaxtp.io.hf import save_hf
 
-    num_layers = max(1, round((gigabytes * 1e9 - VOCAB_BYTES) / LAYER_BYTES))
-    config = dataclasses.replace(
-        models.PRESETS["tinyllama-1.1b"], num_hidden_layers=num_layers, param_dtype="bfloat16"
-    )
-    tensors = {}
-    for path, param in flatten(models.abstract(config)).items():
-        how = storage(table_of(config)[path], param.shape)
-        for index in np.ndindex(how.stack):
-            tensors[table_of(config)[path].name.format(*index)] = (param.dtype, how.shape)
+    def model_of(num_layers: int) -> models.Llama:
+        config = dataclasses.replace(
+            models.PRESETS["tinyllama-1.1b"],
+            vocab_size=32000 if gigabytes >= 1 else 1024,
+            num_hidden_layers=num_layers,
+            param_dtype="bfloat16",
+        )
+        return models.abstract(config)
+
+    def bytes_of(num_layers: int) -> int:
+        return sum(leaf.size * 2 for leaf in jax.tree.leaves(model_of(num_layers)))
+
+    layer_bytes = bytes_of(2) - bytes_of(1)
+    num_layers = max(1, 1 + round((gigabytes * 1e9 - bytes_of(1)) / layer_bytes))
     noise = np.asarray(jax.random.normal(jax.random.key(0), (2**20,), "bfloat16"))
-
-    def arrays(names: list[str]) -> Iterator[np.ndarray]:
-        for name in names:
-            yield np.resize(noise, tensors[name][1])
-
-    files = split_files(tensors, limit=500_000_000)
-    for file, names in files.items():
-        chosen = {name: tensors[name] for name in names}
-        write_file(folder / file, chosen, arrays(write_order(chosen)))
-    write_index(folder, files, 0)
-    (folder / "config.json").write_text(json.dumps(write_fields(config)))
+    model = jax.tree.map(lambda leaf: np.resize(noise, leaf.shape), model_of(num_layers))
+    save_hf(model, folder, file_bytes=500_000_000, progress=False)
 
 
 def read_once(folder: Path) -> tuple[int, float]:
@@ -113,8 +98,9 @@ def _read_bytes() -> int:
 
 
 def _held_bytes() -> int:
-    """The most memory that this process has had, in bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    """The most memory that this program has had, in bytes; ru_maxrss has that of its parent too."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 
 
 def run(folder: Path, processes: int) -> list[dict[str, float]]:
@@ -142,6 +128,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--gigabytes", type=float, default=2.0)
+    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2], help="1 and/or 2")
     parser.add_argument("--measure", nargs=4, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.measure:
@@ -149,11 +136,11 @@ def main() -> None:
         print(json.dumps(measure(Path(folder), *map(int, numbers))))
         return
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
+        folder = Path(temporary) / "checkpoint"
         make_checkpoint(folder, arguments.gigabytes)
         read_once(folder)  # into the page cache, for all alike
         total, seconds = read_once(folder)
-        rows = [row for processes in (1, 2) for row in run(folder, processes)]
+        rows = [row for processes in arguments.processes for row in run(folder, processes)]
     for row in rows:
         row["read_ratio"] = row["read_bytes"] / row["shard_bytes"]
         row["time_ratio"] = row["seconds"] / seconds

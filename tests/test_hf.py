@@ -6,6 +6,7 @@ the files that `save_hf` writes.
 """
 
 import dataclasses
+import gc
 import json
 import os
 import shutil
@@ -165,6 +166,30 @@ def test_stages_hold_their_own_layers(chunk_bytes, monkeypatch):
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
+class Places:
+    """A sharding of which only the places of this process's devices matter."""
+
+    def __init__(self, *spans):
+        self.spans = spans
+
+    def addressable_devices_indices_map(self, shape):
+        whole = slice(None)
+        return {i: (whole, slice(*span), whole) for i, span in enumerate(self.spans)}
+
+
+@pytest.mark.parametrize(
+    ("spans", "boxes"),
+    [
+        ([(0, 2), (2, 4), (0, 2)], [(0, 4)]),  # a replica is read once
+        ([(4, 6), (2, 4)], [(2, 6)]),
+        ([(0, 2), (6, 8)], [(0, 2), (6, 8)]),  # ranks of another process lie between
+    ],
+)
+def test_what_a_process_reads_has_no_gaps(spans, boxes):
+    found = assemble.local_boxes(Places(*spans), (3, 8, 5))
+    assert found == [((0, 3), span, (0, 5)) for span in boxes]
+
+
 def test_one_process_reads_every_weight_once(monkeypatch):
     read, real = [], os.preadv
     monkeypatch.setattr(os, "preadv", lambda *a: read.append(real(*a)) or read[-1])
@@ -199,6 +224,19 @@ def test_two_processes_read_their_shards_and_save_one_folder(tmp_path):
         assert error < 1e-5
     same = (tmp_path / "out" / "model.safetensors", FIXTURES / "llama" / "model.safetensors")
     assert same[0].read_bytes() == same[1].read_bytes()
+
+
+def test_the_benchmark_runs():
+    script = Path(__file__).parent.parent / "scripts" / "bench_load.py"
+    command = [sys.executable, script, "--gigabytes", "0.1", "--processes", "1", "--json"]
+    environment = os.environ | {"PYTHONPATH": str(script.parent.parent)}
+    run = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    result = json.loads(run.stdout)
+    (row,) = result["loads"]
+    assert 0 < result["file_bytes"] - row["shard_bytes"] < 10_000  # the header
+    assert (
+        row["shard_bytes"] <= row["read_bytes"] < 1.1 * row["shard_bytes"]
+    )  # imports are read too
 
 
 # ---- saving ------------------------------------------------------------------------------------
@@ -318,6 +356,10 @@ DAMAGED = {
         rf"tensor '{Q}' is int8, which float32 cannot hold",
     ),
     "a wider type": (replaced(Q, lambda x: x.astype(np.float64)), "is float64, which float32"),
+    "a layer of another type": (
+        replaced(Q, lambda x: x.astype(np.float16)),
+        rf"tensor '{Q}' is float16, 'model.layers.0.self_attn.q_proj.weight' is float32",
+    ),
     "NaN": (replaced(Q, with_nan), rf"tensor '{Q}' holds infinities or NaN"),
 }
 
@@ -325,12 +367,14 @@ DAMAGED = {
 @pytest.mark.parametrize(("change", "message"), DAMAGED.values(), ids=DAMAGED)
 def test_damaged_weights_are_named_and_leave_nothing(copy, change, message):
     folder = copy("llama", change)
+    gc.collect()  # of what other tests left in cycles
     alive = len(jax.live_arrays())
     with pytest.raises(BadWeights, match=message) as error:
         load(folder)
     assert error.value.code == "TP095"
     assert str(folder) in error.value.where
     del error
+    gc.collect()
     assert len(jax.live_arrays()) == alive
 
 

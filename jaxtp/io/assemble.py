@@ -26,10 +26,10 @@ from jaxtp.models.names import Storage
 from jaxtp.state import Slot
 from jaxtp.trees import Spec, partition_spec
 
-CHUNK_BYTES = 128 * 2**20
+CHUNK_BYTES = 64 * 2**20
 """Layers are read together up to this many bytes of one process's share."""
 
-PIECE_BYTES = 32 * 2**20
+PIECE_BYTES = 16 * 2**20
 """One read of a thread; several are in flight."""
 
 
@@ -121,7 +121,7 @@ def _chunks(source: Source, slot: Slot, mesh: Mesh) -> _Chunks:
         return (stages, chunk, *(slot.stored[d] for d in rest))
 
     def fits(chunk: int) -> bool:
-        blocks = _blocks(NamedSharding(mesh, partition_spec(spec)), shape(chunk))
+        blocks = local_boxes(NamedSharding(mesh, partition_spec(spec)), shape(chunk))
         itemsize = jnp.dtype(source.tensors.flat[0].dtype).itemsize
         return sum(map(_volume, blocks)) * itemsize <= CHUNK_BYTES
 
@@ -151,21 +151,24 @@ def _filler(
     def turn(stored: jax.Array) -> jax.Array:
         return stored.transpose(order)
 
-    def write(array: jax.Array | None, part: jax.Array, first: jax.Array) -> jax.Array:
-        if array is None:
-            return part.astype(dtype).reshape(shape)
-        stages = array.reshape(chunks.stages, chunks.layers, *shape[1:])
-        part = part.astype(dtype)
-        return jax.lax.dynamic_update_slice_in_dim(stages, part, first, axis=1).reshape(shape)
+    def whole(_: None, stored: jax.Array, first: jax.Array) -> jax.Array:
+        return turn(stored).astype(dtype).reshape(shape)
+
+    def update(array: jax.Array, part: jax.Array, first: jax.Array) -> jax.Array:
+        # As integers: jax 0.10 converts a whole bfloat16 array to fp32 and back on CPUs.
+        bits = jnp.dtype(f"uint{8 * jnp.dtype(dtype).itemsize}")
+        layers = jax.lax.bitcast_convert_type(array, bits)
+        layers = layers.reshape(chunks.stages, chunks.layers, *shape[1:])
+        part = jax.lax.bitcast_convert_type(part.astype(dtype), bits)
+        layers = jax.lax.dynamic_update_slice_in_dim(layers, part, first, axis=1)
+        return jax.lax.bitcast_convert_type(layers.reshape(shape), dtype)
 
     if chunks.chunk == chunks.layers:
-        return jax.jit(
-            lambda _, part, first: write(None, turn(part), first), out_shardings=sharding
-        )
+        return jax.jit(whole, out_shardings=sharding)
     # Two programs: fused with the update, the transpose takes XLA five times as long on CPUs.
     turned = jax.jit(turn, out_shardings=NamedSharding(sharding.mesh, spec))
-    written = jax.jit(write, out_shardings=sharding, donate_argnums=0)
-    return lambda array, stored, first: written(array, turned(stored), first)
+    updated = jax.jit(update, out_shardings=sharding, donate_argnums=0)
+    return lambda array, stored, first: updated(array, turned(stored), first)
 
 
 def _read_array(
@@ -177,7 +180,7 @@ def _read_array(
 ) -> jax.Array:
     """Stored tensors as one array of `shape`: stack dims, then stored dims, padded with zeros."""
     buffers = {}
-    for block in _blocks(sharding, shape):
+    for block in local_boxes(sharding, shape):
         buffers[block] = np.zeros([stop - start for start, stop in block], tensors.flat[0].dtype)
     reads = [
         pool.submit(read_box, *read)
@@ -202,9 +205,9 @@ def _reads(
     stack, core = block[: tensors.ndim], block[tensors.ndim :]
     core = tuple((start, min(stop, size)) for (start, stop), size in zip(core, split, strict=True))
     lengths = [stop - start for start, stop in core]
-    if min(lengths, default=1) < 1:
+    if min(lengths) < 1:
         return  # nothing but padding
-    rows = max(1, PIECE_BYTES // (math.prod(lengths[1:]) * buffer.itemsize)) if core else 1
+    rows = max(1, PIECE_BYTES // (math.prod(lengths[1:]) * buffer.itemsize))
     for index in itertools.product(*(range(start, stop) for start, stop in stack)):
         into = buffer[tuple(i - start for i, (start, _) in zip(index, stack, strict=True))]
         into = into[tuple(slice(n) for n in lengths)]
@@ -214,8 +217,8 @@ def _reads(
             yield tensors[index], split, ((row, end), *rest), into[row - first : end - first]
 
 
-def _blocks(sharding: NamedSharding, shape: tuple[int, ...]) -> Sequence[Box]:
-    """What this process's devices hold of an array, in as few boxes as have no gaps.
+def local_boxes(sharding: NamedSharding, shape: tuple[int, ...]) -> Sequence[Box]:
+    """What this process's devices hold of an array: one box, or one per shard if there are gaps.
 
     Neighbours along the tensor axis together hold whole rows of a tensor whose columns are cut, and
     one long read is better than one per row and device.

@@ -180,6 +180,7 @@ def read_box(tensor: Tensor, shape: tuple[int, ...], box: Box, out: NDArray[Any]
         BadWeights: TP095, if the file ends early, or an element is infinite or not a number.
     """
     assert out.flags.c_contiguous
+    assert out.dtype == tensor.dtype
     assert math.prod(shape) == math.prod(tensor.shape)
     bytes_out = out.reshape(-1).view(np.uint8).data
     position = 0

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from numpy.typing import NDArray
 
 from jaxtp.apply import plan_for
 from jaxtp.errors import BadWeights, Problems, join
@@ -138,6 +139,7 @@ def _match(
             if name in stored:
                 sources[path].tensors[index] = stored[name]
                 _check(stored[name], how, model.config.param_dtype, problems, any_float=any_float)
+        _check_alike(sources[path].tensors, problems)
     if missing := sorted(wanted - stored.keys()):
         what = f"{len(missing)} tensors are missing: {join(missing)}"
         problems.add(BadWeights(what, where=str(folder), fix=TWO_MODELS))
@@ -175,6 +177,21 @@ def _check(
         problems.add(
             tensor.bad(
                 f"is {tensor.dtype}, which {param_dtype} cannot hold",
-                "param_dtype= another type" if tensor.dtype in FLOATS else "use an unquantised one",
+                f"param_dtype={tensor.dtype!r}, or param_dtype={param_dtype!r} to round"
+                if tensor.dtype in FLOATS
+                else f"weights are of one of {join(FLOATS)}",
             )
         )
+
+
+def _check_alike(tensors: NDArray[Any], problems: Problems) -> None:
+    """The layers of one parameter are read into one buffer."""
+    present = [tensor for tensor in tensors.flat if tensor is not None]
+    for tensor in present:
+        if tensor.dtype != present[0].dtype:
+            problems.add(
+                tensor.bad(
+                    f"is {tensor.dtype}, {present[0].name!r} is {present[0].dtype}",
+                    "save all layers in one type",
+                )
+            )
