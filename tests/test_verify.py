@@ -1,16 +1,21 @@
 """The newcomer's check: it passes on what is right and fails on what is not."""
 
+import dataclasses
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
 from jax.sharding import AxisType
+from small_models import LLAMA, mesh, tokens
 
 import jaxtp
 from jaxtp.errors import ParityFailed
+from jaxtp.models.llama import Llama
 from jaxtp.verify import verify
 
+QUIET = str  # a function that prints nothing
 X = jax.random.normal(jax.random.key(0), (4, 6, 32))
 
 
@@ -97,3 +102,36 @@ def test_outputs_only_and_integer_outputs():
         count, params, (X,), jaxtp.make_mesh(tp=8), gradients=False, show=lambda _: None
     )
     assert len(result.rows) == 4
+
+
+def test_a_bf16_program_is_held_to_the_digits_it_has():
+    """Gradients of float32 parameters are no more exact than the bf16 products behind them."""
+    config = dataclasses.replace(LLAMA, dtype="bfloat16")
+    ids = jnp.asarray(tokens())
+    result = verify(None, Llama(config, nnx.Rngs(0)), (ids,), mesh(1, 2), show=QUIET)
+    assert {row.tolerance for row in result.rows} == {float(jnp.finfo(jnp.bfloat16).eps) ** 0.5}
+    assert 0 < result.rows[-1].error < result.rows[-1].tolerance
+
+
+def test_a_padded_vocabulary_is_compared_without_its_padding():
+    def logits(params, ids):
+        return params["embed"]["embedding"][ids] @ params["lm_head"]["kernel"]
+
+    keys = jax.random.split(jax.random.key(0))
+    params = {
+        "embed": {"embedding": jax.random.normal(keys[0], (10, 8))},
+        "lm_head": {"kernel": jax.random.normal(keys[1], (8, 10))},
+    }
+    mesh = jaxtp.make_mesh(tp=4, dp=2)
+    result = verify(logits, params, (tokens() % 10,), mesh, pad_vocab=True, show=QUIET)
+    assert result.rows[-1].bytes_per_device == 2 * 12 * 8 * 4 // 4
+
+
+def test_placed_parameters_and_an_ambient_explicit_mesh():
+    mesh = jax.make_mesh(
+        (1, 4), ("dp", "tp"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[:4]
+    )
+    model = jaxtp.shard(Decoder(nnx.Rngs(0)), mesh)
+    with jax.set_mesh(mesh):
+        result = verify(None, model, (X,), mesh, show=QUIET)
+    assert len(result.rows) == 3
