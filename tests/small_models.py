@@ -126,7 +126,10 @@ def make(name: str) -> Any:
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             return jax.random.key(0)
         center = 1.0 if path.endswith("scale") else 0.0
-        return jnp.asarray(random.normal(center, 0.2, leaf.shape), leaf.dtype)
+        # On one device, whatever mesh is ambient where the first caller is: on a mesh, `shard` shares
+        # the array, and a step would donate it.
+        values = random.normal(center, 0.2, leaf.shape).astype(leaf.dtype)
+        return jax.device_put(values, jax.devices()[0])
 
     return map_with_path(fill, abstract(name))
 

@@ -4,7 +4,7 @@ import pytest
 from planning import attention, norms, plan, specs, structs
 
 from jaxtp import trees
-from jaxtp.errors import ConflictingDecisions
+from jaxtp.errors import ConflictingDecisions, JaxtpWarning
 from jaxtp.mesh.axes import MeshShape
 from jaxtp.rules import blocks, fallback, heads, names, reading, resolve
 from jaxtp.rules.dims import ModelDims
@@ -329,7 +329,8 @@ def test_the_stronger_source_wins_and_keeps_what_the_weaker_said():
     (claim,) = resolve.decide(PARAM, [strong, weak])
     assert claim.vote is strong
     assert claim.reasons == ("names: NAMES says so (overruled)", "dataflow: DATAFLOW says so")
-    assert resolve.disagreements([claim])
+    with pytest.warns(JaxtpWarning, match="w: dataflow overrules names"):
+        assert resolve.disagreements([claim])
 
 
 def test_equal_sources_that_disagree_are_an_error():
