@@ -124,11 +124,12 @@ def make(name: str) -> Any:
 
     def fill(path: str, leaf: jax.ShapeDtypeStruct) -> jax.Array:
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            return jax.random.key(0)
-        center = 1.0 if path.endswith("scale") else 0.0
-        # On one device, whatever mesh is ambient where the first caller is: on a mesh, `shard` shares
-        # the array, and a step would donate it.
-        values = random.normal(center, 0.2, leaf.shape).astype(leaf.dtype)
+            values = jax.random.key(0)
+        else:
+            center = 1.0 if path.endswith("scale") else 0.0
+            values = random.normal(center, 0.2, leaf.shape).astype(leaf.dtype)
+        # On one device, whatever mesh is ambient where the first caller is: what lies on a mesh
+        # `shard` shares, and a step would donate it.
         return jax.device_put(values, jax.devices()[0])
 
     return map_with_path(fill, abstract(name))
