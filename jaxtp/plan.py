@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 
 from jaxtp.errors import PlanMismatch
 from jaxtp.mesh.axes import MeshShape
+from jaxtp.stages import Stages
 from jaxtp.trees import PyTree, Spec, itemsize, map_with_path, partition_spec, spec_text
 
 FORMAT = 1
@@ -96,6 +97,7 @@ class Plan:
         overlap: How hard to hide communication: "off", "auto", or "aggressive", which interleaves
             two halves of the batch (`jaxtp.overlap`) and wants the compile options of that name.
         zero: What the fsdp axis cuts: 1 optimizer state, 2 also gradients, 3 also parameters.
+        stages: How stacked layers are dealt out along the pp axis; None without one.
         notes: Sentences about the plan as a whole.
     """
 
@@ -105,6 +107,7 @@ class Plan:
     sequence_parallel: bool = False
     overlap: str = "auto"
     zero: int = 0
+    stages: Stages | None = None
     notes: tuple[str, ...] = ()
 
     @functools.cached_property
@@ -243,9 +246,11 @@ class Plan:
             mesh["sizes"] = tuple((str(n), int(s)) for n, s in mesh["sizes"])
             mesh["tp"] = tuple(mesh["tp"])
             decisions = tuple(_decision(d) for d in data.pop("decisions"))
+            stages = data.pop("stages", None)
             return cls(
                 mesh=MeshShape(**mesh),
                 decisions=decisions,
+                stages=stages and _stages(**stages),
                 notes=tuple(data.pop("notes")),
                 **data,
             )
@@ -255,6 +260,10 @@ class Plan:
             raise PlanMismatch(
                 f"not the JSON of a plan: {err!r}", fix="read a file written by plan.to_json()"
             ) from None
+
+
+def _stages(layers: list[list[int]], micro_batches: int) -> Stages:
+    return Stages(layers=tuple(map(tuple, layers)), micro_batches=micro_batches)
 
 
 def _decision(data: dict[str, Any]) -> ParamDecision:

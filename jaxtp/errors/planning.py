@@ -1,0 +1,163 @@
+"""What can be wrong with a mesh, with settings, with a tree or with a plan: TP001 to TP069.
+
+Stage in: nothing. Stage out: error classes.
+"""
+
+from jaxtp.errors.base import JaxtpError
+
+
+class ConflictingDecisions(JaxtpError, ValueError):
+    """Two sources of equal strength want different things for one parameter.
+
+    Why it matters: choosing silently would give right numbers and a slow program.
+    Example: a layer-norm scale that one rule calls "norm" and an override splits, or two overrides
+    that match one path with different specs.
+    Fix: keep one of the two, or add an override, which outranks every other source.
+    """
+
+    code = "TP001"
+
+
+class CommunicationTimeout(JaxtpError, TimeoutError):
+    """A peer did not take part in a collective, a barrier or start-up in time.
+
+    Why it matters: JAX itself waits for ever, at full GPU load and without a log line.
+    Fix: look for the process that the message names; set NCCL_DEBUG=WARN and
+    NCCL_DEBUG_SUBSYS=INIT,NET,COLL on every process; restart the job, because the device queue of
+    the waiting processes stays blocked.
+    """
+
+    code = "TP002"
+
+
+class SizeMismatch(JaxtpError, ValueError):
+    """A size does not match, or does not divide over the mesh axes it is placed on.
+
+    Why it matters: JAX reports the same mistake later, from inside a compiled call, without the
+    parameter's path.
+    Example: vocab 32001 on tp=2; a hidden size that the tensor-parallel size does not divide.
+    Fix: use one of the sizes that the message lists, or let jaxtp choose the spec.
+    """
+
+    code = "TP003"
+
+
+class BadMesh(JaxtpError, ValueError):
+    """The mesh cannot be built: an unknown axis, or sizes that do not multiply to the devices.
+
+    Fix: `jaxtp.make_mesh(tp=4, dp=-1)`; one axis may be -1 and takes what is left.
+    """
+
+    code = "TP010"
+
+
+class IdleDevices(JaxtpError, ValueError):
+    """The mesh uses fewer devices than there are.
+
+    Why it matters: `jax.make_mesh((2, 2), ...)` on eight devices quietly leaves four of them idle.
+    Fix: make the product of the sizes equal to the device count, or pass `devices=` explicitly.
+    """
+
+    code = "TP011"
+
+
+class BadTopology(JaxtpError, ValueError):
+    """A device kind or its numbers are unknown or impossible.
+
+    Fix: name one of the known kinds, or give FLOP/s, memory and bandwidth in a description file.
+    """
+
+    code = "TP012"
+
+
+class NoTensorAxis(JaxtpError, ValueError):
+    """The mesh has no axis for tensor parallelism.
+
+    Example: axes named `data` and `model`; jaxtp looks for `tp`.
+    Fix: `axis_names={"tp": "model", "dp": "data"}`.
+    """
+
+    code = "TP013"
+
+
+class BadConfig(JaxtpError, ValueError):
+    """A setting is unknown, has the wrong type, or contradicts another one.
+
+    Fix: the message gives the key's full path and the nearest known key or the legal values.
+    """
+
+    code = "TP020"
+
+
+class UnusedOverride(JaxtpError, KeyError):
+    """An override matches no parameter.
+
+    Why it matters: a misspelt pattern would otherwise leave the parameter to the automatic rules.
+    Fix: the message lists the closest paths; patterns are regular expressions searched in the path.
+    """
+
+    code = "TP040"
+
+    def __str__(self) -> str:
+        # KeyError prints the repr of its argument, which would escape the newline.
+        return str(self.args[0])
+
+
+class HeadsNotDivisible(JaxtpError, ValueError):
+    """A group's units do not divide over the tensor axis, and the policy is `error`.
+
+    Why it matters: a head that lies on two devices needs a gather in every attention product.
+    Example: 6 kv heads on tp=4.
+    Fix: use tp=2, 3 or 6, or the `factor` policy, which splits attention
+    2-way and everything else 4-way.
+    """
+
+    code = "TP041"
+
+
+class NothingSharded(JaxtpError, ValueError):
+    """No parameter landed on the tensor axis, so its devices would all do the same work.
+
+    Fix: give the model's sizes (`heads=`, or `config=`), add overrides, or use tp=1. A model of
+    convolutions only has nothing to shard with tensor parallelism: use dp or fsdp.
+    """
+
+    code = "TP042"
+
+
+class ReplicatedTooMuch(JaxtpError, ValueError):
+    """Matrices that stay whole on every device take more bytes than the budget allows.
+
+    Fix: the message lists the largest with the reason for each; give sizes or overrides for them,
+    or raise `replicated_budget`.
+    """
+
+    code = "TP043"
+
+
+class BadSpec(JaxtpError, ValueError):
+    """A PartitionSpec cannot apply: too many entries, an unknown axis, or an axis used twice.
+
+    Fix: one entry per dimension, axes of this mesh only, each at most once.
+    """
+
+    code = "TP044"
+
+
+class PlanMismatch(JaxtpError, ValueError):
+    """A plan and a tree are not about the same parameters.
+
+    Fix: make the plan from this tree; the message lists the paths or shapes that differ.
+    """
+
+    code = "TP045"
+
+
+class BadTree(JaxtpError, TypeError):
+    """A value is not a tree of arrays that jaxtp can read.
+
+    Fix: pass a Linen `params` dict, an `nnx.Module`, an `nnx.State`, a `TrainState` or a tree of
+    arrays or `jax.ShapeDtypeStruct`.
+    """
+
+    code = "TP046"
