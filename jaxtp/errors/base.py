@@ -17,6 +17,10 @@ class JaxtpError(Exception):
     """
 
     code: ClassVar[str] = "TP000"
+    exit_code: ClassVar[int] = 2
+    """What a program ends with: 2, as for a wrong command line, where the same run would fail again
+    in the same way; 75, EX_TEMPFAIL of BSD's sysexits.h, where starting it again may help."""
+
     registry: ClassVar[dict[str, type["JaxtpError"]]] = {}
 
     def __init_subclass__(cls) -> None:

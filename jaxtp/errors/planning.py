@@ -28,6 +28,7 @@ class CommunicationTimeout(JaxtpError, TimeoutError):
     """
 
     code = "TP002"
+    exit_code = 75
 
 
 class SizeMismatch(JaxtpError, ValueError):

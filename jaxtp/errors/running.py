@@ -63,12 +63,25 @@ class BadStages(JaxtpError, ValueError):
 
 
 class BadCheckpoint(JaxtpError, ValueError):
-    """A checkpoint is missing, damaged, or holds another model.
+    """A checkpoint is missing, half-written or damaged, or could not be written.
 
-    Fix: the message lists what differs; restore with the model that was saved.
+    Why it matters: a run that started anew in silence would lose what it had learned. A damaged
+    checkpoint is skipped with a warning as long as there is an older one that can be read.
+    Fix: the message names the folder and what is wrong with it; where none can be read, choose
+    another folder or repair the disk.
     """
 
     code = "TP090"
+
+
+class CheckpointMismatch(JaxtpError, ValueError):
+    """A checkpoint holds another model or another optimizer than the one it is restored into.
+
+    Example: other layers, widths or dtypes; Adam's two moments for Lion's one.
+    Fix: the message lists what differs; restore with the model and optimizer that were saved.
+    """
+
+    code = "TP091"
 
 
 class BadWeights(JaxtpError, ValueError):
@@ -183,9 +196,10 @@ class BadData(JaxtpError, ValueError):
 
 
 class TrainingDiverged(JaxtpError, FloatingPointError):
-    """The loss is not a finite number.
+    """The loss, a gradient or a parameter is not a finite number, or the loss has jumped.
 
-    Fix: lower the learning rate, turn on gradient clipping; the last good checkpoint is untouched.
+    Why it matters: the run stops before it saves, so the last good checkpoint is untouched.
+    Fix: lower the learning rate, turn on gradient clipping.
     """
 
     code = "TP131"
