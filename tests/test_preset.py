@@ -118,10 +118,14 @@ def test_gradients_of_replicas_are_summed_in_the_type_that_is_asked_for(report):
     assert {row.dtype for row in wide_rows} == {"f32"}
 
 
-def test_sequence_parallelism_moves_a_quarter_more_and_needs_no_permutes(report):
+def test_sequence_parallelism_moves_a_quarter_more_in_blocks_and_needs_no_permutes(report):
     cut = preflight_preset(dataclasses.replace(TINY, sequence_parallel=True), "h100:1x8")[1]
     assert not cut.unexpected
-    assert cut.wire_bytes / report.wire_bytes == pytest.approx(1.25, abs=0.02)
+    # Each of a layer's four all-reduces is two halves; two gathers are done again backward. The
+    # ends of the model move what they moved.
+    num_layers = TINY.layers
+    ratio = (5 * num_layers + 2) / (4 * num_layers + 2)
+    assert cut.wire_bytes / report.wire_bytes == pytest.approx(ratio, abs=0.01)
 
 
 def test_a_padded_vocabulary_is_cut():

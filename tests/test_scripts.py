@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from jaxtp.mesh.topology import Target
+
 ROOT = Path(__file__).parent.parent
 SETUP = ROOT / "scripts" / "setup.sh"
 
@@ -227,3 +229,31 @@ def test_readme_example_runs_as_printed():
     assert losses == sorted(losses, reverse=True)
     shown = readme.split("the plan (shortened here):\n\n```\n")[1].split("...\n```")[0]
     assert set(shown.splitlines()) <= set(run.stdout.splitlines())
+
+
+def bench_gpu(folder, *arguments):
+    return subprocess.run(
+        [sys.executable, ROOT / "scripts" / "bench_gpu.py", *arguments],
+        cwd=folder,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_gpu_benchmark_can_be_rehearsed(tmp_path):
+    run = bench_gpu(tmp_path, "--rehearse", "--json")
+    assert run.returncode == 0, run.stderr
+    found = json.loads(run.stdout)
+    assert found["tokens_per_s"] == pytest.approx(2 * 64 / found["step_seconds"])
+    assert found["mfu_causal"] < found["mfu_full"]
+    assert found["peak_bytes_predicted"] > 16e6  # state and gradients of a million parameters
+    # The description that it saves is a target of its own.
+    assert Target.parse(f"{tmp_path / 'gpu.json'}:1x8").device.description == "cpu"
+
+
+def test_gpu_benchmark_without_a_gpu_says_so(tmp_path):
+    run = bench_gpu(tmp_path)
+    assert run.returncode == 1
+    assert "TP116: jax runs on cpu" in run.stderr

@@ -24,7 +24,6 @@ from jaxtp.models.layers import (
     Branch,
     DecoderConfig,
     Layer,
-    Linear,
     attend,
     default_positions,
     mask_padding,
@@ -33,6 +32,7 @@ from jaxtp.models.layers import (
     scan_layers,
     stack_layers,
 )
+from jaxtp.models.maps import Linear, TokenTable
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +145,7 @@ class GPT(nnx.Module):
     def __init__(self, config: GPTConfig, rngs: nnx.Rngs) -> None:
         types = _types(config)
         self.config = config
-        self.wte = nnx.Embed(config.vocab_size, config.hidden_size, rngs=rngs, **types)
+        self.wte = TokenTable(config.vocab_size, config.hidden_size, rngs=rngs, **types)
         self.wpe = nnx.Embed(config.max_position_embeddings, config.hidden_size, rngs=rngs, **types)
         self.h = stack_layers(functools.partial(GPTLayer, config), config.num_hidden_layers, rngs)
         self.ln_f = _norm(config, rngs)
@@ -188,10 +188,9 @@ class GPT(nnx.Module):
                     fix=f"use at most {longest} tokens, or a longer table",
                 )
             positions_BT = default_positions(tokens_BT)
-        x_BTD = self.wte(constrain(tokens_BT, "tokens")) + self.wpe(positions_BT)
+        x_BTD = self.wte(tokens_BT) + self.wpe(positions_BT)
         context = {"segment_ids_BT": segment_ids_BT}
-        # Whole before it is cut along the sequence, see `jaxtp.models.llama`.
-        x_BTD = constrain(constrain(x_BTD, "block_input"), "residual")
+        x_BTD = constrain(x_BTD, "residual")
         x_BTD = scan_layers(self.h, x_BTD, context, self.config.remat)
         return normed(self.ln_f, x_BTD)
 

@@ -13,7 +13,7 @@ import difflib
 import functools
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Literal, Protocol, TypeVar
+from typing import ClassVar, Literal, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -105,24 +105,6 @@ def residual_init(num_layers: int) -> jax.nn.initializers.Initializer:
     depth; the 1/sqrt(2L) of section 2.3 of the GPT-2 paper (Radford et al. 2019).
     """
     return jax.nn.initializers.variance_scaling(0.5 / num_layers, "fan_in", "truncated_normal")
-
-
-class Linear(nnx.LinearGeneral):
-    """A linear map of the last dims whose sizes are those of its kernel.
-
-    So that it also runs on a part of its kernel and bias, where Flax's shapes the bias by what the
-    module was made with.
-    """
-
-    def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
-        """The product over the dims of `in_features`, in `dtype`, plus the bias."""
-        num_in = len(self.in_features)
-        inputs, kernel = inputs.astype(self.dtype), self.kernel[...].astype(self.dtype)
-        out = jnp.tensordot(inputs, kernel, axes=num_in)
-        if self.bias is None:
-            return out
-        bias = self.bias[...].astype(self.dtype)
-        return out + jnp.expand_dims(bias, range(out.ndim - bias.ndim))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,6 @@ from jaxtp.models.layers import (
     Branch,
     DecoderConfig,
     Layer,
-    Linear,
     attend,
     default_positions,
     mask_padding,
@@ -33,6 +32,7 @@ from jaxtp.models.layers import (
     scan_layers,
     stack_layers,
 )
+from jaxtp.models.maps import Linear, TokenTable
 from jaxtp.models.moe import GatedMLP, MoE
 
 ACTIVATION: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -280,7 +280,7 @@ class Llama(nnx.Module):
     def __init__(self, config: LlamaConfig, rngs: nnx.Rngs) -> None:
         linear, norm = _parts(config, rngs)
         self.config = config
-        self.embed_tokens = nnx.Embed(
+        self.embed_tokens = TokenTable(
             config.vocab_size,
             config.hidden_size,
             dtype=jnp.dtype(config.dtype),
@@ -323,12 +323,9 @@ class Llama(nnx.Module):
         frequencies = rotary_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
         # Angles in fp32: in bf16 the positions 256 and 257 are the same number.
         angles_BTH = positions_BT[:, :, None] * jnp.float32(frequencies)[None, None, :]
-        x_BTD = self.embed_tokens(constrain(tokens_BT, "tokens"))
+        x_BTD = self.embed_tokens(tokens_BT)
         if config.scale_embedding:
             x_BTD = x_BTD * math.sqrt(config.hidden_size)  # rounded to the type of x, as there
-        # Whole before it is cut along the sequence: cut at once, the lookup is split over replicas
-        # and tokens together, and undoing that takes permutes.
-        x_BTD = constrain(constrain(x_BTD, "block_input"), "residual")
         context = {"angles_BTH": angles_BTH, "segment_ids_BT": segment_ids_BT}
         x_BTD = scan_layers(self.layers, x_BTD, context, config.remat)
         return normed(self.norm, x_BTD)

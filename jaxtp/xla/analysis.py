@@ -119,8 +119,8 @@ def _rows(found: Iterable[Collective], schedule: Schedule, target: Target) -> tu
     """Collectives alike in everything the user sees become one row."""
     groups: dict[tuple[object, ...], list[Collective]] = {}
     for one in found:
-        key = (one.kind, one.axes, one.dtype, one.num_bytes, one.backward, one.site, one.source)
-        groups.setdefault(key, []).append(one)
+        what = (one.kind, one.axes, one.dtype, one.num_bytes, one.count)
+        groups.setdefault((*what, one.backward, one.site, one.source), []).append(one)
     windows: dict[tuple[str, str], list[Window]] = {}
     for window in schedule.windows:
         place = window.collective.computation, window.collective.start

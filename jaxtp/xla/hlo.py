@@ -13,7 +13,10 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
+
+PACKAGE = Path(__file__).parents[1]
 
 BITS = {
     "pred": 8, "token": 0, "opaque": 0, "bf16": 16,
@@ -151,6 +154,14 @@ class Frame:
         names = [name for name in self.function.split(".<locals>.") if not name.startswith("<")]
         return f"{self.file.rsplit('/', 1)[-1]}:{self.line} {names[-1] if names else ''}".strip()
 
+    @property
+    def is_model(self) -> bool:
+        """Whether a model is written here: not in an installed library, nor in jaxtp's own."""
+        path = Path(self.file)
+        if PACKAGE in path.parents:
+            return path.parent == PACKAGE / "models" and path.stem != "maps"
+        return "site-packages" not in self.file
+
 
 @dataclasses.dataclass(frozen=True)
 class Module:
@@ -243,9 +254,9 @@ class Module:
         return list(seen.values())
 
     def source(self, instruction: Instruction) -> str:
-        """The innermost line of the stack that is not an installed library's; may be empty."""
+        """The innermost line of the stack that is a model's; may be empty."""
         stack = self.stack(instruction)
-        own = [frame for frame in stack if "site-packages" not in frame.file]
+        own = [frame for frame in stack if frame.is_model]
         return str((own or stack)[0]) if stack else ""
 
 
