@@ -8,11 +8,12 @@ import dataclasses
 import json
 import sys
 from collections.abc import Callable, Generator, Sequence
-from typing import Annotated, Literal
+from typing import Annotated
 
 import tyro
 from rich.console import Console
 
+from jaxtp.config import Communication
 from jaxtp.errors import JaxtpError, page
 from jaxtp.listing import load_tree
 from jaxtp.plan import Plan
@@ -76,6 +77,7 @@ Tree = Annotated[str, tyro.conf.Positional]
 Options = Annotated[PlanOptions, tyro.conf.arg(name="")]
 JSON = tyro.conf.arg(name="json")
 DEFAULTS = PlanOptions()
+AS_USUAL = Communication()
 
 
 @app.command
@@ -134,23 +136,6 @@ def view(tree: Tree, page: str = "tp_plan.html", options: Options = DEFAULTS) ->
     print(see_tp_plan(_plan(tree, options), page))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Communication:
-    """How the compiler is to treat communication."""
-
-    overlap: Literal["off", "auto", "aggressive"] = "auto"
-    """Off makes it synchronous; aggressive hides as much as it can."""
-
-    gradient_fusion: bool = True
-    """Combine small reductions and gathers."""
-
-    sequence_parallel: bool = False
-    """Split the residual stream along the sequence."""
-
-    donate: bool = True
-    """Let the new state use the memory of the old one."""
-
-
 @app.command
 def preflight(
     model: str,
@@ -163,7 +148,7 @@ def preflight(
     param_dtype: str = "float32",
     attention: str = "xla",
     optimizer: str = "adamw",
-    communication: Communication = Communication(),
+    communication: Communication = AS_USUAL,
     as_json: Annotated[bool, JSON] = False,
     html: str = "",
     time_limit: float = 900.0,

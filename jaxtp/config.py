@@ -99,11 +99,18 @@ class Communication:
     __pydantic_config__: Strict = STRICT
 
     overlap: Literal["off", "auto", "aggressive"] = "auto"
-    """How hard to hide collectives behind arithmetic."""
+    """off makes them synchronous, auto leaves them to XLA, aggressive also makes two halves of the
+    batch take turns; see `jaxtp.overlap`."""
 
-    fusion_threshold: int = 128 * 2**20
-    """Largest message, in bytes, that small reductions and gathers are combined into; 0 turns it
-    off."""
+    gradient_fusion: bool | int = True
+    """Whether small reductions and gathers are combined into one message; a number is its largest
+    size in bytes."""
+
+    sequence_parallel: bool = False
+    """Split the residual stream along the sequence over the tensor axis."""
+
+    donate: bool = True
+    """Let the new state use the memory of the old one."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,7 +190,7 @@ class Run:
     __pydantic_config__: Strict = STRICT
 
     folder: Path = Path("runs/train")
-    """Metrics, checkpoints and profiles go here; a run continues from its last checkpoint."""
+    """Metrics, checkpoints and profiles go here."""
 
     eval_every: int = 50
     """Steps between evaluations, and between printed lines."""
@@ -192,7 +199,19 @@ class Run:
     """Sequences of the validation text to judge by."""
 
     checkpoint_every: int = 0
-    """Steps between checkpoints; 0 writes none."""
+    """Steps between checkpoints; 0 writes none. SIGTERM and the last step make one too."""
+
+    keep_last: int = 3
+    """Checkpoints that are kept, the newest ones."""
+
+    resume: bool = True
+    """Continue from the newest checkpoint in `folder`, on any mesh; otherwise there may be none."""
+
+    max_restarts: int = 0
+    """How often a run that was killed, or that lost a peer, is started again by `train.py`."""
+
+    spike_factor: float = 0.0
+    """Stop before saving when a loss is this many times its recent median, such as 3; 0 never."""
 
     tensorboard: bool = False
     """Write TensorBoard events beside `metrics.jsonl`."""
@@ -238,11 +257,11 @@ class Config:
 
 AT_LEAST: Mapping[str, float] = {
     "seq_len": 1, "steps": 1, "seed": 0, "mesh.tp": 1, "mesh.pp": 1, "batch.size": 0,
-    "batch.micro_size": 0, "batch.accumulation": 1, "communication.fusion_threshold": 0,
+    "batch.micro_size": 0, "batch.accumulation": 1, "communication.gradient_fusion": 0,
     "precision.loss_scale": 0, "precision.loss_scale_window": 1, "optimizer.learning_rate": 0,
     "optimizer.warmup_steps": 0, "optimizer.end_share": 0, "optimizer.clip": 0,
     "optimizer.weight_decay": 0, "run.eval_every": 1, "run.eval_windows": 1,
-    "run.checkpoint_every": 0,
+    "run.checkpoint_every": 0, "run.keep_last": 1, "run.max_restarts": 0, "run.spike_factor": 0,
 }  # fmt: skip
 """Smallest legal value by setting."""
 

@@ -88,8 +88,8 @@ def _num_bytes(value: Any) -> Settings:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]?B?)\s*", str(value).upper())
     if match is None or match[2] not in units:
         # Left as it is: whoever checks types will name the key.
-        return {"communication.fusion_threshold": value}
-    return {"communication.fusion_threshold": int(float(match[1]) * 1024 ** units[match[2]])}
+        return {"communication.gradient_fusion": value}
+    return {"communication.gradient_fusion": int(float(match[1]) * 1024 ** units[match[2]])}
 
 
 def _betas(value: list[Any]) -> Settings:
@@ -113,7 +113,7 @@ def _schedule(value: str) -> Settings:
 
 _XLA_BUFFERS = _instead("XLA plans buffers at compile time")
 _XLA_ORDER = _instead("XLA schedules collectives; see --communication.overlap")
-_MESSAGES = _instead("messages are combined up to --communication.fusion_threshold, in bytes")
+_MESSAGES = _instead("messages are combined up to --communication.gradient_fusion bytes")
 _PREFETCH = _instead("XLA decides how far ahead the next layer is gathered")
 _SCALING = _instead("loss scaling starts at 2**15, halves on overflow and never falls below 1")
 _METRICS = _instead("metrics.jsonl holds one object a step")
@@ -137,15 +137,16 @@ TABLE: Mapping[str, Key] = {
     "tensor_parallel.preset_model": _instead("roles are read from the model"),
     "tensor_parallel.partition_config": _not("give overrides to jaxtp.make_plan"),
     "tensor_parallel.communication.gradient_fusion": _as(
-        "--communication.fusion_threshold, 0 when off",
+        "--communication.gradient_fusion",
         bool,
-        lambda on: {} if on else {"communication.fusion_threshold": 0},
+        # Beside a fusion_threshold, which says how large.
+        lambda on: {} if on else {"communication.gradient_fusion": False},
     ),
     "tensor_parallel.communication.overlap": _as(
         "--communication.overlap", str, lambda value: {"communication.overlap": value.lower()}
     ),
     "tensor_parallel.communication.fusion_threshold": Key(
-        "mapped", "--communication.fusion_threshold, in bytes", (str, int), _num_bytes
+        "mapped", "--communication.gradient_fusion, in bytes", (str, int), _num_bytes
     ),
     "pipeline_parallel.enabled": _GIVEN,
     "pipeline_parallel.pp_size": _to("mesh.pp", int),

@@ -34,10 +34,10 @@ def resolve(config: Config, num_devices: int) -> Config:
     if stage and mesh.fsdp == 1:
         mesh = dataclasses.replace(mesh, fsdp=mesh.dp, dp=1)
     mesh = _fill_mesh(mesh, num_devices)
-    if zero.partition_activations and config.seq_len % mesh.tp:
+    if is_sequence_parallel(config) and config.seq_len % mesh.tp:
         near = [n for n in range(config.seq_len - mesh.tp, config.seq_len + mesh.tp) if n > 0]
         raise SizeMismatch(
-            f"partition_activations cuts {config.seq_len} tokens {mesh.tp} ways",
+            f"sequence parallelism cuts {config.seq_len} tokens {mesh.tp} ways",
             where="seq_len",
             fix=f"seq_len of {join(n for n in near if n % mesh.tp == 0)}",
         )
@@ -47,6 +47,11 @@ def resolve(config: Config, num_devices: int) -> Config:
         zero=dataclasses.replace(zero, stage=stage),
         batch=_fill_batch(config.batch, mesh.dp * mesh.fsdp),
     )
+
+
+def is_sequence_parallel(config: Config) -> bool:
+    """Whether the residual stream is cut along the sequence, by jaxtp's name or DeepSpeed's."""
+    return config.communication.sequence_parallel or config.zero.partition_activations
 
 
 def _fill_mesh(mesh: Mesh, num_devices: int) -> Mesh:

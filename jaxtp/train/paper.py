@@ -61,7 +61,7 @@ def preflight_config(config: Config, *, time_limit: float = 900.0) -> tuple[Plan
         keywords={"settings": json.dumps(dataclasses.asdict(config), default=str)},
         options=compile_options(
             overlap=config.communication.overlap,
-            gradient_fusion=config.communication.fusion_threshold,
+            gradient_fusion=config.communication.gradient_fusion,
         ),
         tensor_axes=plan.mesh.tp,
         time_limit=time_limit,
@@ -100,7 +100,8 @@ def abstract_step(mesh: Mesh, settings: str) -> tuple[Any, tuple[Any, ...]]:
     shape = (config.batch.size, config.seq_len + 1)
     batch = {"tokens": jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows)}
     places = jax.tree.map(lambda leaf: leaf.sharding, state)
-    return jax.jit(step, out_shardings=(places, None), donate_argnums=0), (state, batch)
+    donated = 0 if config.communication.donate else ()
+    return jax.jit(step, out_shardings=(places, None), donate_argnums=donated), (state, batch)
 
 
 def abstract_state(config: Config, model: models.Config) -> TrainState:

@@ -20,7 +20,7 @@ from jaxtp.init import init_sharded
 from jaxtp.mesh.build import make_mesh, plan_mesh
 from jaxtp.plan import Plan
 from jaxtp.planner import make_plan
-from jaxtp.sizes import resolve
+from jaxtp.sizes import is_sequence_parallel, resolve
 from jaxtp.train.language import Batch, NextToken
 from jaxtp.train.optimizer import build_optimizer
 from jaxtp.train.step import Step, jit_step
@@ -95,7 +95,7 @@ def prepare(config: Config) -> Setup:
     )
     options = compile_options(
         overlap=config.communication.overlap,
-        gradient_fusion=config.communication.fusion_threshold,
+        gradient_fusion=config.communication.gradient_fusion,
     )
     on_gpu = jax.default_backend() == "gpu"
     return Setup(
@@ -109,6 +109,7 @@ def prepare(config: Config) -> Setup:
             state,
             mesh,
             plan=plan,
+            donate=config.communication.donate,
             compiler_options=options.options if on_gpu else None,
         ),
         text=text,
@@ -141,7 +142,9 @@ def plan_of(config: Config, model: models.Config, mesh: Mesh | Mapping[str, int]
         pad_vocab=config.tensor.pad_vocab,
         strict=config.tensor.strict,
     )
-    return dataclasses.replace(plan, sequence_parallel=config.zero.partition_activations)
+    return dataclasses.replace(
+        plan, sequence_parallel=is_sequence_parallel(config), overlap=config.communication.overlap
+    )
 
 
 def _check_machine(config: Config) -> None:
