@@ -12,6 +12,7 @@ from selenium import webdriver
 from selenium.webdriver.common.by import By
 
 import jaxtp
+from jaxtp.train.preset import StepOptions, preflight_preset
 from jaxtp.view import see_tp_plan
 
 FLAGS = [
@@ -100,3 +101,38 @@ def test_it_can_be_looked_at(browser, page, tmp_path):
     browser.get(page.as_uri())
     assert browser.save_screenshot(str(tmp_path / "page.png"))
     assert (tmp_path / "page.png").stat().st_size > 20_000
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    step = StepOptions(model="llama3.2-1b", tp=4, batch=2, seq=256, layers=2, optimizer="sgd")
+    plan, report = preflight_preset(step, "h100:1x8")
+    path = tmp_path_factory.mktemp("compiled") / "step.html"
+    return see_tp_plan(plan, path, report=report), report
+
+
+def test_a_compiled_step_is_a_heat_map_and_a_timeline(browser, compiled):
+    page, report = compiled
+    browser.get(page.as_uri())
+    headings = [h.text for h in browser.find_elements(By.TAG_NAME, "h2")]
+    assert {"The compiled step", "Communication", "Schedule"} <= set(headings)
+    cells = browser.find_elements(By.CSS_SELECTOR, "table.heat td")
+    coloured = [c for c in cells if c.text]
+    sent = sum(float(c.text.replace(",", "")) for c in coloured) * 2**20
+    assert sent == pytest.approx(sum(row.wire_bytes for row in report.collectives), rel=0.01)
+    most = max(coloured, key=lambda c: float(c.text.replace(",", "")))
+    assert most.value_of_css_property("background-color") != "rgba(0, 0, 0, 0)"
+    bars = browser.find_elements(By.CSS_SELECTOR, "svg.timeline rect")
+    assert len(bars) >= len(report.schedule.products) + len(report.schedule.windows)
+    assert all(bar.is_displayed() and bar.size["width"] > 0 for bar in bars[:20])
+    assert not [e for e in browser.get_log("browser") if e["level"] == "SEVERE"]
+
+
+def test_a_bar_says_what_it_is(browser, compiled):
+    browser.get(compiled[0].as_uri())
+    titles = [
+        t.get_attribute("textContent")
+        for t in browser.find_elements(By.CSS_SELECTOR, "svg.timeline rect title")
+    ]
+    assert any("all-reduce" in t and "exposed" in t for t in titles)
+    assert browser.save_screenshot(str(compiled[0].with_suffix(".png")))
