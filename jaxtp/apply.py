@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from jaxtp.errors import BadConfig, Problems, join
 from jaxtp.mesh.axes import MeshShape
 from jaxtp.mesh.build import abstract_mesh, auto_context, auto_mesh, plan_mesh
-from jaxtp.padding import pad_to
+from jaxtp.padding import Padding, pad, read, stored_shape, unpad
 from jaxtp.plan import Plan
 from jaxtp.planner import make_plan
 from jaxtp.state import Overrides, Slot, check, slots
@@ -39,10 +39,10 @@ def shard(
 ) -> PyTree:
     """The same tree, with every array placed on the plan's own Auto mesh over the same devices.
 
-    Parameters lie where the plan puts them, with its vocab padding; optimizer state follows them
-    (`jaxtp.state`); counters, keys and other small leaves are whole on every device. Numbers become
-    arrays. An array that already lies right on the mesh is not copied: as with `jax.device_put`,
-    both trees then share it, and donating one ends the other.
+    Parameters lie where the plan puts them, in the form that it stores (`jaxtp.padding`); optimizer
+    state follows them (`jaxtp.state`); counters, keys and other small leaves are whole on every
+    device. Numbers become arrays. An array that already lies right on the mesh is not copied: as
+    with `jax.device_put`, both trees then share it, and donating one ends the other.
 
     Args:
         tree: A Linen dict (boxed or not), an `nnx.Module` or `nnx.State`, a `TrainState`, optax
@@ -88,23 +88,31 @@ def place(tree: PyTree, found: Mapping[str, Slot], mesh: Mesh | AbstractMesh) ->
 
     def placed(path: str, leaf: Any) -> Any:
         slot = found[path]
-        return put(leaf, slot.stored, NamedSharding(mesh, partition_spec(slot.spec)))
+        return put(leaf, NamedSharding(mesh, partition_spec(slot.spec)), slot.padding)
 
     with auto_context():
         return map_with_path(placed, tree)
 
 
-def put(leaf: Any, stored: tuple[int, ...], sharding: NamedSharding) -> Any:
-    """One leaf in its place, padded to the shape `stored` (elements)."""
+def put(leaf: Any, sharding: NamedSharding, padding: Padding = ()) -> Any:
+    """One leaf in its place and in its stored form.
+
+    What lies in its place already has its stored form; see `pad` for the others.
+    """
     if isinstance(leaf, jax.ShapeDtypeStruct):
-        return leaf.update(shape=stored, sharding=sharding)
+        return leaf.update(shape=stored_shape(leaf.shape, padding), sharding=sharding)
     # What one process has alone, it takes its devices' slices of, as of a host array.
     same_reach = getattr(leaf, "is_fully_addressable", None) == sharding.is_fully_addressable
     if isinstance(leaf, jax.Array) and same_reach:
-        return _move(leaf, stored, sharding)
+        return _move(leaf, sharding, padding)
     host = np.asarray(leaf)
     host = host.astype(jax.dtypes.canonicalize_dtype(host.dtype), copy=False)
-    return jax.make_array_from_callback(stored, sharding, functools.partial(_read, host, stored))
+    # Always a copy: JAX on CPU may use the caller's memory as device memory.
+    return jax.make_array_from_callback(
+        stored_shape(host.shape, padding),
+        sharding,
+        lambda index: read(host, padding, index or ()),
+    )
 
 
 def shard_batch(batch: PyTree, mesh: Any, *, axis_names: Mapping[str, str] | None = None) -> PyTree:
@@ -134,7 +142,7 @@ def batch_slots(batch: PyTree, shape: MeshShape) -> dict[str, Slot]:
     problems = Problems()
     for path, leaf in leaves(batch):
         dims, _ = shape_dtype(leaf, path)
-        found[path] = Slot(dims, dims, ((shape.batch,) + ((),) * len(dims))[: len(dims)])
+        found[path] = Slot(dims, ((shape.batch,) + ((),) * len(dims))[: len(dims)])
         for problem in check(path or "batch", found[path], shape):
             problems.add(problem)
     problems.raise_any()
@@ -149,19 +157,19 @@ def unshard(tree: PyTree, plan: Plan | None = None) -> PyTree:
 
     Args:
         tree: Arrays placed by `shard`, or any arrays.
-        plan: The plan they were placed by; only needed where it pads the vocabulary.
+        plan: The plan they were placed by; needed where it stores anything in another form: a
+            padded vocabulary, uneven pipeline stages, stages in several rounds.
 
     Raises:
         PlanMismatch: TP045, if `tree` and `plan` are about different parameters.
     """
-    shapes = {} if plan is None else {p: slot.shape for p, slot in slots(tree, plan).items()}
+    padding = {} if plan is None else {p: slot.padding for p, slot in slots(tree, plan).items()}
 
     def fetch(path: str, leaf: Any) -> Any:
         if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             data = _fetch(jax.random.key_data(leaf))
             return jax.random.wrap_key_data(jnp.asarray(data), impl=jax.random.key_impl(leaf))
-        host = _fetch(leaf)
-        return host[tuple(slice(n) for n in shapes.get(path, host.shape))]
+        return unpad(_fetch(leaf), padding.get(path, ()))
 
     with auto_context():
         return map_with_path(fetch, tree)
@@ -174,42 +182,27 @@ def _fetch(leaf: Any) -> NDArray[Any]:
     return np.array(leaf)
 
 
-def _read(
-    host: NDArray[Any], stored: tuple[int, ...], index: tuple[slice, ...] | None
-) -> NDArray[Any]:
-    """A copy of one device's slice of `host`, with zeros where `stored` is larger.
-
-    Without the copy, JAX on CPU may use the caller's memory as device memory.
-    """
-    cuts = index or ()
-    wanted = [len(range(*s.indices(n))) for s, n in zip(cuts, stored, strict=True)]
-    part, known = np.zeros(wanted, host.dtype), host[cuts]
-    part[tuple(slice(n) for n in known.shape)] = known
-    return part
-
-
-def _move(x: jax.Array, stored: tuple[int, ...], sharding: NamedSharding) -> jax.Array:
+def _move(x: jax.Array, sharding: NamedSharding, padding: Padding) -> jax.Array:
     """An array that lies on devices, moved to others or cut differently."""
-    source = x.sharding
+    source, stored = x.sharding, stored_shape(x.shape, padding)
     if isinstance(source, NamedSharding) and _order(source.mesh) == _order(sharding.mesh):
         # No copy: only the axes' types change, which an Explicit mesh would carry into the jit.
         x = jax.device_put(x, NamedSharding(auto_mesh(source.mesh), source.spec))
         if x.shape == stored and x.sharding.is_equivalent_to(sharding, x.ndim):
             return jax.device_put(x, sharding)
-        return _exchange(stored, sharding)(x)
+        return _exchange(sharding, padding)(x)
     # Where source and target meet, device_put shares memory; a copy makes the result free to be
     # donated.
-    source = jnp.copy(x) if x.shape == stored else pad_to(x, stored)
-    return jax.device_put(source, sharding)
+    return jax.device_put(jnp.copy(x) if (y := pad(x, padding)) is x else y, sharding)
 
 
 @functools.cache
-def _exchange(stored: tuple[int, ...], sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+def _exchange(sharding: NamedSharding, padding: Padding) -> Callable[[jax.Array], jax.Array]:
     """A compiled identity: devices send each other the slices they lack.
 
     `jax.device_put` would put the array together in host memory wherever the slices differ.
     """
-    return jax.jit(lambda x: pad_to(x, stored), out_shardings=sharding)
+    return jax.jit(lambda x: pad(x, padding), out_shardings=sharding)
 
 
 def _order(mesh: Mesh | AbstractMesh) -> list[int]:

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtp.apply import place, plan_for
 from jaxtp.mesh.axes import MeshShape
 from jaxtp.mesh.build import auto_context, auto_mesh, plan_mesh
-from jaxtp.padding import pad_to
+from jaxtp.padding import pad
 from jaxtp.plan import Plan
 from jaxtp.state import Overrides, Slot, array_slots, follow, plan_slots, slots
 from jaxtp.trees import PyTree, as_pytree, leaves, partition_spec
@@ -107,7 +107,10 @@ def init_optimizer(
 
         shapes = _shapes(make, plain)
         shape = MeshShape(tuple(mesh.shape.items()))
-        moments = None if plan is None else plan_slots(plan, state=True)
+        moments = None
+        if plan is not None:  # it follows parameters that are in their stored form already
+            kept = plan_slots(plan, state=True)
+            moments = {path: slot.as_stored() for path, slot in kept.items()}
         placed = follow(shapes, found, shape, state_overrides, moments=moments)
         return _compute(make, shapes, placed, auto_mesh(mesh), plain)
 
@@ -144,14 +147,14 @@ def _compute(
     mesh: Mesh,
     *args: PyTree,
 ) -> PyTree:
-    """`make(*args)`, padded, by one compiled function that leaves every array in its slot.
+    """`make(*args)` in stored form, by one compiled function that leaves every array in its slot.
 
     Only leaves leave the function: a `TrainState` carries its optimizer's functions in its
     structure, and those of a second trace are others than those of the first.
     """
 
     def flat(*args: PyTree) -> list[jax.Array]:
-        return [pad_to(leaf, found[path].stored) for path, leaf in leaves(make(*args))]
+        return [pad(leaf, found[path].padding) for path, leaf in leaves(make(*args))]
 
     like, rebuild = as_pytree(shapes)
     shardings = [

@@ -1,20 +1,122 @@
-"""Arrays with a padded dim: zeros at its end, and logits that ignore them.
+"""Arrays that are stored in another form than the model has: pieces of a dim, zeros between them.
 
-Stage in: arrays of the model's shape. Stage out: arrays of the stored shape, and back.
+Stage in: arrays of the model's shape, the logical form. Stage out: the same arrays in the stored
+form, and back; and logits that ignore a padded vocabulary.
+
+One rule serves all of it. A dim is cut into pieces, each lies at the start of a block, all blocks
+are equally long, and zeros fill the rest. A padded vocabulary is one piece. Layers dealt out to
+pipeline stages are one piece a chunk, so that an even cut of the stored dim gives each stage its
+own.
 """
+
+import dataclasses
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import NDArray
 
 from jaxtp.errors import SizeMismatch
 
+ArrayType = TypeVar("ArrayType", jax.Array, NDArray[Any])
 
-def pad_to(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """`x` with zeros at the end of each dim up to `shape` (elements); `x` itself if it is there."""
-    if np.shape(x) == shape:  # a number has the shape ()
-        return x
-    return jnp.pad(x, [(0, want - have) for have, want in zip(x.shape, shape, strict=True)])
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Blocks:
+    """How one dim is stored.
+
+    Attributes:
+        dim: Which one.
+        pieces: `(first, count)` of each block's piece, in elements of the logical dim; together
+            they are the whole dim, in any order.
+        block: Elements of every stored block.
+    """
+
+    dim: int
+    pieces: tuple[tuple[int, int], ...]
+    block: int
+
+    @property
+    def logical(self) -> int:
+        """Elements of the dim as the model has it."""
+        return sum(count for _, count in self.pieces)
+
+    @property
+    def stored(self) -> int:
+        """Elements of the dim as it is stored."""
+        return len(self.pieces) * self.block
+
+    @property
+    def rows(self) -> NDArray[np.int64]:
+        """The logical element that each stored one is; `logical`, which is none, for zeros."""
+        found = np.full((len(self.pieces), self.block), self.logical)
+        for row, (first, count) in zip(found, self.pieces, strict=True):
+            row[:count] = range(first, first + count)
+        return found.reshape(-1)
+
+    @property
+    def places(self) -> NDArray[np.int64]:
+        """Where each logical element is stored."""
+        # Stable, so that zeros, which have the largest number, come last.
+        return np.argsort(self.rows, kind="stable")[: self.logical]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether both forms are the same."""
+        return bool(np.array_equal(self.rows, np.arange(self.logical)))
+
+
+Padding = tuple[Blocks, ...]
+"""The dims of one array that are stored in blocks; `()` if its two forms are the same."""
+
+
+def stored_shape(shape: tuple[int, ...], padding: Padding) -> tuple[int, ...]:
+    """Shape (elements) of the stored form of an array of `shape`."""
+    changed = {blocks.dim: blocks.stored for blocks in padding}
+    return tuple(changed.get(dim, size) for dim, size in enumerate(shape))
+
+
+def pad(x: jax.Array, padding: Padding) -> jax.Array:
+    """The stored form of an array in logical form; works inside `jit`, on arrays placed anyhow.
+
+    `pad(unpad(x, a), b)` brings an array from one plan's stored form to another's.
+
+    Args:
+        x: The array. A dim that is as long as stored, and not as long as logical, stays as it is;
+            where both are equally long, which is true of even rounds, it is taken to be logical.
+        padding: The plan's, from `ParamDecision.padding`, or `jaxtp.state.slots(tree, plan)` for
+            the leaves of any train state.
+    """
+    for blocks in padding:
+        if x.shape[blocks.dim] == blocks.logical:
+            x = jnp.take(x, blocks.rows, blocks.dim, mode="fill", fill_value=0)
+    return x
+
+
+def unpad(x: ArrayType, padding: Padding) -> ArrayType:
+    """The logical form of an array in stored form, the inverse of `pad`.
+
+    Args:
+        x: The array, on devices or the host. A dim that is not as long as stored stays as it is.
+        padding: As in `pad`.
+    """
+    for blocks in padding:
+        if x.shape[blocks.dim] == blocks.stored:
+            x = x.take(blocks.places, blocks.dim, mode="clip")
+    return x
+
+
+def read(host: NDArray[Any], padding: Padding, index: tuple[slice, ...]) -> NDArray[Any]:
+    """A copy of `pad(host, padding)[index]` that reads no more of `host` than it needs."""
+    todo = [blocks for blocks in padding if host.shape[blocks.dim] == blocks.logical]
+    wanted = {blocks.dim: blocks.rows[index[blocks.dim]] for blocks in todo}
+    part = host[tuple(slice(None) if d in wanted else cut for d, cut in enumerate(index))]
+    for dim, rows in wanted.items():
+        is_zero = rows == host.shape[dim]
+        part = part.take(np.where(is_zero, 0, rows), dim)
+        part[(slice(None),) * dim + (is_zero,)] = 0
+    return np.array(part)
 
 
 def mask_padding(logits: jax.Array, vocab_size: int) -> jax.Array:

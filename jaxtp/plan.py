@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 
 from jaxtp.errors import PlanMismatch
 from jaxtp.mesh.axes import MeshShape
+from jaxtp.padding import Blocks, Padding, stored_shape
 from jaxtp.stages import Stages
 from jaxtp.trees import PyTree, Spec, itemsize, map_with_path, partition_spec, spec_text
 
@@ -37,7 +38,8 @@ class ParamDecision:
         units: Indivisible pieces of the dim on the tensor axis, major to minor, or `()`.
         group: Parameters with the same group were decided together; "" if alone.
         fallback: Why the split is narrower than the tensor axis, with its price; "" if it is not.
-        padded: Size that the dim on the tensor axis is padded to, in elements; 0 without padding.
+        padding: Dims that are stored in another form than the model has: a padded vocabulary,
+            layers dealt out to pipeline stages.
         state_spec: Mesh axes per dim of what the optimizer keeps of it, and from ZeRO stage 2 on of
             its gradient; `()` where these lie like the parameter.
     """
@@ -51,7 +53,7 @@ class ParamDecision:
     units: tuple[int, ...] = ()
     group: str = ""
     fallback: str = ""
-    padded: int = 0
+    padding: Padding = ()
     state_spec: Spec = ()
 
     def revise(self, spec: Spec, reason: str, **changes: Any) -> "ParamDecision":
@@ -72,16 +74,14 @@ class ParamDecision:
         """The dim that any of `axes` cuts, or None."""
         return next((d for d, used in enumerate(self.spec) if set(used) & set(axes)), None)
 
-    def stored_shape(self, mesh: MeshShape) -> tuple[int, ...]:
+    @property
+    def stored(self) -> tuple[int, ...]:
         """Global shape of the placed array in elements, padding included."""
-        dim = self.dim_on(mesh.tp)
-        if not self.padded or dim is None:
-            return self.shape
-        return (*self.shape[:dim], self.padded, *self.shape[dim + 1 :])
+        return stored_shape(self.shape, self.padding)
 
     def bytes_per_device(self, mesh: MeshShape) -> int:
         """Bytes that one device holds of this array, padding included."""
-        stored = math.prod(self.stored_shape(mesh)) * itemsize(self.dtype)
+        stored = math.prod(self.stored) * itemsize(self.dtype)
         return stored // math.prod(mesh.ways(axes) for axes in self.spec)
 
 
@@ -172,6 +172,7 @@ class Plan:
             f"{d.path}  {d.dtype}{list(d.shape)}",
             f"  spec     {spec_text(d.spec)} on {self.mesh}",
             *([f"  state    {spec_text(d.state_spec)}"] if d.state_spec else []),
+            *([f"  stored   {list(d.stored)}, zeros between"] if d.stored != d.shape else []),
             f"  role     {d.role}" + (f", decided with group {d.group!r}" if d.group else ""),
             f"  bytes    {d.num_bytes:,} in all, {d.bytes_per_device(self.mesh):,} per device",
             *(f"  because  {reason}" for reason in d.reasons),
@@ -220,7 +221,8 @@ class Plan:
             f"{self.bytes_per_device / 1e6:,.1f} MB per device of {self.num_bytes / 1e6:,.1f} MB"
         )
         head = f"plan for {self.mesh}: {len(self.decisions)} parameters, {total}"
-        return "\n".join((head, *(f"note: {n}" for n in self.notes), *lines))
+        stages = [f"stages: {self.stages}"] if self.stages else []
+        return "\n".join((head, *stages, *(f"note: {n}" for n in self.notes), *lines))
 
     def to_json(self) -> str:
         """The whole plan as JSON text, stable between runs."""
@@ -269,4 +271,9 @@ def _stages(layers: list[list[int]], micro_batches: int) -> Stages:
 def _decision(data: dict[str, Any]) -> ParamDecision:
     specs = {k: tuple(map(tuple, data.pop(k, ()))) for k in ("spec", "state_spec")}
     tuples = {k: tuple(data.pop(k)) for k in ("shape", "reasons", "units")}
-    return ParamDecision(**specs, **tuples, **data)
+    padding = tuple(_blocks(**blocks) for blocks in data.pop("padding"))
+    return ParamDecision(**specs, **tuples, padding=padding, **data)
+
+
+def _blocks(dim: int, pieces: list[tuple[int, int]], block: int) -> Blocks:
+    return Blocks(dim=dim, pieces=tuple((first, count) for first, count in pieces), block=block)

@@ -9,8 +9,9 @@ from typing import Any
 from jaxtp import trees
 from jaxtp.mesh.axes import MeshShape
 from jaxtp.plan import Plan
-from jaxtp.rules import dataflow, fallback, fsdp, given, names, resolve, strictness
+from jaxtp.rules import dataflow, fallback, fsdp, given, names, pipeline, resolve, strictness
 from jaxtp.rules.dims import ModelDims
+from jaxtp.stages import Stages
 
 
 def make_plan(
@@ -25,6 +26,7 @@ def make_plan(
     axis_names: Mapping[str, str] | None = None,
     policy: str = "factor",
     zero: int = 3,
+    stages: Stages | None = None,
     pad_vocab: bool = False,
     strict: bool = False,
     replicated_budget: float = 0.1,
@@ -46,6 +48,8 @@ def make_plan(
         policy: For units that do not divide: "factor", "replicate" or "error" (DESIGN D5).
         zero: What an fsdp axis cuts: 0 the batch alone, 1 also optimizer state, 2 also gradients, 3
             also parameters.
+        stages: How stacked layers are dealt out along a pp axis; by default evenly, in one round,
+            for as many micro-batches as stages.
         pad_vocab: Pad a vocabulary that does not divide, instead of keeping its table whole.
         strict: Refuse a plan that wastes devices or memory, instead of noting it.
         replicated_budget: Under `strict`, the share of all bytes that whole matrices may take.
@@ -61,6 +65,7 @@ def make_plan(
         ConflictingDecisions, UnusedOverride, BadSpec: TP001, TP040, TP044, on overrides.
         SizeMismatch: TP003, if given sizes fit no kernel or a given spec does not divide.
         BadConfig: TP020, for an unknown policy or ZeRO stage.
+        BadStages: TP074, on a pp axis, if there are no stacked layers or `stages` does not fit.
         HeadsNotDivisible: TP041, under the policy "error".
         NothingSharded, ReplicatedTooMuch, IdleDevices: TP042, TP043, TP011, under `strict`.
     """
@@ -76,10 +81,17 @@ def make_plan(
     ]
     claims = resolve.decide(leaves, votes)
     shape, decisions = fallback.fit(claims, shape, policy, pad_vocab=pad_vocab)
+    stages, decisions = pipeline.deal(decisions, leaves, dims, shape, stages)
     decisions = fsdp.spread(decisions, leaves, dims, shape, zero)
     notes = (
         *resolve.disagreements(claims),
         *strictness.review(decisions, shape, mesh, strict=strict, budget=replicated_budget),
     )
-    stage = zero if shape.fsdp else 0
-    return Plan(mesh=shape, decisions=decisions, policy=policy, zero=stage, notes=notes)
+    return Plan(
+        mesh=shape,
+        decisions=decisions,
+        policy=policy,
+        zero=zero if shape.fsdp else 0,
+        stages=stages,
+        notes=notes,
+    )

@@ -29,6 +29,14 @@ class Stages:
     layers: tuple[tuple[int, ...], ...]
     micro_batches: int
 
+    def __str__(self) -> str:
+        """Layers of each stage, micro-batches, and the bubble."""
+        rounds = [join(around, limit=32) for around in self.layers]
+        return (
+            f"{self.num_stages} stages of {' + '.join(rounds)} layers, {self.micro_batches} "
+            f"micro-batches; each idles {self.bubble:.1%} of the time"
+        )
+
     @property
     def num_stages(self) -> int:
         """Devices along the pp axis."""

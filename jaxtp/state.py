@@ -31,6 +31,7 @@ from jaxtp.errors import (
     join,
 )
 from jaxtp.mesh.axes import MeshShape, legal_ways
+from jaxtp.padding import Padding, stored_shape
 from jaxtp.plan import Plan
 from jaxtp.trees import (
     PyTree,
@@ -61,27 +62,40 @@ class Slot:
 
     Attributes:
         shape: Global shape in elements, as the model has it.
-        stored: Global shape in elements, as placed: with the vocab padding of the plan.
         spec: Mesh axes per dim.
+        padding: Dims that are stored in another form.
     """
 
     shape: tuple[int, ...]
-    stored: tuple[int, ...]
     spec: Spec
+    padding: Padding = ()
+
+    @property
+    def stored(self) -> tuple[int, ...]:
+        """Global shape in elements, as placed."""
+        return stored_shape(self.shape, self.padding)
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> "Slot":
         """The slot of an array of which every device has a copy."""
-        return cls(shape, shape, ((),) * len(shape))
+        return cls(shape, ((),) * len(shape))
 
     def take(self, dims: Sequence[int | None], shape: tuple[int, ...]) -> "Slot":
         """The slot of an array of `shape` whose dim `i` is dim `dims[i]` of this one, or new."""
         pairs = list(zip(dims, shape, strict=True))
         return Slot(
             shape=tuple(n if d is None else self.shape[d] for d, n in pairs),
-            stored=tuple(n if d is None else self.stored[d] for d, n in pairs),
             spec=tuple(() if d is None else self.spec[d] for d, _ in pairs),
+            padding=tuple(
+                dataclasses.replace(blocks, dim=dims.index(blocks.dim))
+                for blocks in self.padding
+                if blocks.dim in dims
+            ),
         )
+
+    def as_stored(self) -> "Slot":
+        """The slot of an array that has its stored form already."""
+        return Slot(self.stored, self.spec)
 
 
 def state_specs(state: PyTree, plan: Plan, *, state_overrides: Overrides | None = None) -> PyTree:
@@ -115,8 +129,7 @@ def slots(tree: PyTree, plan: Plan, overrides: Overrides | None = None) -> dict[
 def plan_slots(plan: Plan, *, state: bool = False) -> dict[str, Slot]:
     """The slot of every parameter, by path; or that of what the optimizer keeps of it."""
     return {
-        d.path: Slot(d.shape, d.stored_shape(plan.mesh), (state and d.state_spec) or d.spec)
-        for d in plan.decisions
+        d.path: Slot(d.shape, (state and d.state_spec) or d.spec, d.padding) for d in plan.decisions
     }
 
 
@@ -138,7 +151,7 @@ def array_slots(params: PyTree) -> tuple[dict[str, Slot], Mesh]:
                 fix="params = jaxtp.shard(params, mesh) first",
             )
         shape = tuple(leaf.shape)
-        found[path] = Slot(shape, shape, canonical(sharding.spec, len(shape), path))
+        found[path] = Slot(shape, canonical(sharding.spec, len(shape), path))
         meshes.setdefault(sharding.mesh, path)
     if len(meshes) != 1:
         listed = join(f"{path} on {dict(mesh.shape)}" for mesh, path in meshes.items())
@@ -276,7 +289,7 @@ def _given(path: str, shape: tuple[int, ...], specs: Overrides, mesh: MeshShape)
             where=path,
             fix="make the patterns narrower, so that one matches",
         )
-    return Slot(shape, shape, wanted.pop()) if wanted else None
+    return Slot(shape, wanted.pop()) if wanted else None
 
 
 def _derive(shape: tuple[int, ...], param: Slot) -> Slot | None:

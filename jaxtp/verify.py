@@ -18,10 +18,14 @@ from jaxtp.apply import shard, shard_batch, unshard
 from jaxtp.errors import ParityFailed
 from jaxtp.mesh.axes import MeshShape
 from jaxtp.mesh.build import auto_context, make_mesh
+from jaxtp.padding import Padding, unpad
 from jaxtp.plan import Plan
 from jaxtp.planner import make_plan
 from jaxtp.rules.dataflow import forward
-from jaxtp.trees import PyTree, as_pytree, leaves
+from jaxtp.trees import PyTree, as_pytree, leaves, map_with_path
+
+Layers = tuple[tuple[str, Padding], ...]
+"""Path -> how its layers are stored, as a static argument."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -112,10 +116,11 @@ def verify(
     names = options.get("axis_names")
     rows: list[Comparison] = []
 
-    def run(tree: PyTree, *args: Any) -> tuple[Any, Any]:
+    def run(layers: Layers, tree: PyTree, *args: Any) -> tuple[Any, Any]:
         def projected(tree: PyTree) -> tuple[jax.Array, Any]:
             # Logits of a padded vocabulary are longer than those of one device.
-            out = jax.tree.map(_cut, call(rebuild(tree), *args), shapes)
+            out = call(rebuild(_in_order(tree, layers)), *args)
+            out = jax.tree.map(_cut, out, shapes)
             return _projection(out), out
 
         if not gradients:
@@ -124,20 +129,40 @@ def verify(
         grads, out = jax.grad(lambda part: projected(join(part)), has_aux=True)(is_float)
         return out, grads
 
-    jitted = jax.jit(run)
+    jitted = jax.jit(run, static_argnums=0)
     with auto_context(), jax.default_matmul_precision("highest"):
         shapes = jax.eval_shape(lambda tree: call(rebuild(tree), *inputs), plain)
-        want = jax.device_get(jitted(plain, *inputs))
-        allowed = _coarsest(jax.make_jaxpr(run)(plain, *inputs).jaxpr) ** 0.5
+        want = jax.device_get(jitted((), plain, *inputs))
+        traced = jax.make_jaxpr(run, static_argnums=0)((), plain, *inputs)
+        allowed = _coarsest(traced.jaxpr) ** 0.5
         for wide in _meshes(mesh, names):
-            plan = make_plan(params, wide, **options)
+            # Narrow meshes have no stages.
+            left_out = () if wide is mesh else ("stages",)
+            kept = {name: value for name, value in options.items() if name not in left_out}
+            plan = make_plan(params, wide, **kept)
             placed = as_pytree(shard(rebuild(plain), wide, plan=plan))[0]
-            out, grads = jitted(placed, *shard_batch(tuple(inputs), wide, axis_names=names))
+            out, grads = jitted(
+                _layers(plan), placed, *shard_batch(tuple(inputs), wide, axis_names=names)
+            )
             grads = unshard(grads, plan) if gradients else grads
             rows.append(_compare(want, (unshard(out), grads), plan, allowed))
     result = Verification(tuple(rows))
     show(str(result))
     return result
+
+
+def _layers(plan: Plan) -> Layers:
+    """The padding of parameters whose layers are stored by pipeline stage."""
+    return tuple(
+        (d.path, tuple(blocks for blocks in d.padding if len(blocks.pieces) > 1))
+        for d in plan.decisions
+    )
+
+
+def _in_order(tree: PyTree, layers: Layers) -> PyTree:
+    """Parameters with all layers in the order of the model, for functions that know no stages."""
+    padding = dict(layers)
+    return map_with_path(lambda path, x: unpad(x, padding.get(path, ())), tree)
 
 
 def _cut(x: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:

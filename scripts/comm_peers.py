@@ -64,7 +64,7 @@ def _peer(
     for d in plan.decisions:
         cut = choose(d, options.tp)
         spec = tuple(("tp",) if dim == cut else () for dim in range(len(d.shape)))
-        decisions.append(d.revise(spec, "peer", padded=d.padded if constrain else 0))
+        decisions.append(d.revise(spec, "peer", padding=d.padding if constrain else ()))
     peer = dataclasses.replace(plan, decisions=tuple(decisions))
     return planned_step(model, peer, mesh, options, constrain=constrain)
 

@@ -17,7 +17,7 @@ from small_models import MESHES, MODELS, NNXModel, abstract, make, mesh, tokens
 from jaxtp import errors
 from jaxtp.apply import shard, shard_batch, unshard
 from jaxtp.mesh.axes import MeshShape
-from jaxtp.padding import mask_padding
+from jaxtp.padding import Blocks, mask_padding
 from jaxtp.plan import ParamDecision, Plan
 from jaxtp.planner import make_plan
 from jaxtp.trees import canonical, leaves
@@ -272,7 +272,8 @@ def test_explicit_meshes_serve_unmodified_models(name, ambient):
 def test_a_padded_vocabulary_is_zero_behind_its_end_and_cut_off_again(source):
     table = np.arange(50.0, dtype=np.float32).reshape(10, 5) + 1
     plan = hand_plan(MeshShape.of({"dp": 2, "tp": 4}), **{"embed/table": ((10, 5), P("tp"))})
-    padded = dataclasses.replace(plan["embed/table"], padded=12)
+    blocks = Blocks(dim=0, pieces=((0, 10),), block=12)
+    padded = dataclasses.replace(plan["embed/table"], padding=(blocks,))
     plan = dataclasses.replace(plan, decisions=(padded,))
     tree = {"host": table, "one device": jnp.asarray(table)}
     tree["mesh"] = jax.device_put(table, NamedSharding(mesh(2, 4), P("dp")))

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from jaxtp.io.safetensors import Box, Tensor, read_box
 from jaxtp.models.names import Storage
+from jaxtp.padding import Padding
 from jaxtp.state import Slot
 from jaxtp.trees import Spec, partition_spec
 
@@ -75,7 +76,7 @@ def assemble(
 
     Args:
         source: Its tensors; their shapes are known to fit.
-        slot: Its shape, the shape it is padded to, and its spec.
+        slot: Its shape, the form it is stored in, and its spec.
         mesh: The plan's mesh.
         dtype: NumPy name of the type it shall have.
         pool: Threads that read.
@@ -84,7 +85,7 @@ def assemble(
     Raises:
         BadWeights: TP095, if a file ends early or holds infinities or NaN.
     """
-    tensors = np.atleast_1d(source.tensors)
+    tensors = _as_stored(source, slot.padding)
     sharding = NamedSharding(mesh, partition_spec(slot.spec))
     chunks = _chunks(source, slot, mesh)
     fill = _filler(slot.stored, dtype, sharding, source.storage, chunks)
@@ -96,15 +97,25 @@ def assemble(
     place = NamedSharding(mesh, partition_spec(chunks.spec))
     for first in range(0, chunks.layers, chunks.chunk):
         part = layers[:, first : first + chunks.chunk]
-        stored = _read_array(part, source.storage.split, chunks.shape, place, pool)
+        stored = _read_array(part, source, chunks.shape, place, pool)
         if array is not None:
             # Reading overlaps with the devices' work on the chunk before, and not on all before it:
             # that would fill host memory.
             array.block_until_ready()
         array = fill(array, stored, first)
-        advance(sum(tensor.num_bytes for tensor in part.flat))
+        advance(sum(tensor.num_bytes for tensor in part.flat if tensor is not None))
     assert array is not None
     return array
+
+
+def _as_stored(source: Source, padding: Padding) -> NDArray[Any]:
+    """The tensors of stacked layers in the order in which layers are stored, None for zeros."""
+    tensors = np.atleast_1d(source.tensors)
+    for blocks in padding:
+        if blocks.dim < source.tensors.ndim:  # the other dims are inside a tensor
+            nothing = np.full_like(tensors.take([0], blocks.dim), None)
+            tensors = np.concatenate([tensors, nothing], blocks.dim).take(blocks.rows, blocks.dim)
+    return tensors
 
 
 def _chunks(source: Source, slot: Slot, mesh: Mesh) -> _Chunks:
@@ -173,7 +184,7 @@ def _filler(
 
 def _read_array(
     tensors: NDArray[Any],
-    split: tuple[int, ...],
+    source: Source,
     shape: tuple[int, ...],
     sharding: NamedSharding,
     pool: Executor,
@@ -181,11 +192,12 @@ def _read_array(
     """Stored tensors as one array of `shape`: stack dims, then stored dims, padded with zeros."""
     buffers = {}
     for block in local_boxes(sharding, shape):
-        buffers[block] = np.zeros([stop - start for start, stop in block], tensors.flat[0].dtype)
+        sizes = [stop - start for start, stop in block]
+        buffers[block] = np.zeros(sizes, source.tensors.flat[0].dtype)
     reads = [
         pool.submit(read_box, *read)
         for block, buffer in buffers.items()
-        for read in _reads(tensors, split, block, buffer)
+        for read in _reads(tensors, source.storage.split, block, buffer)
     ]
     for read in reads:
         read.result()
@@ -209,6 +221,8 @@ def _reads(
         return  # nothing but padding
     rows = max(1, PIECE_BYTES // (math.prod(lengths[1:]) * buffer.itemsize))
     for index in itertools.product(*(range(start, stop) for start, stop in stack)):
+        if tensors[index] is None:
+            continue
         into = buffer[tuple(i - start for i, (start, _) in zip(index, stack, strict=True))]
         into = into[tuple(slice(n) for n in lengths)]
         (first, last), rest = core[0], core[1:]

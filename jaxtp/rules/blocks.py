@@ -25,6 +25,7 @@ class Leaf:
         nodes: Ancestors of the leaf, the innermost first, the root ("") last.
         core: Dims that are not the layer dim of a scanned stack.
         sizes: Sizes of the core dims, in elements.
+        layer: The dim that counts layers, or None.
     """
 
     param: Param
@@ -32,9 +33,11 @@ class Leaf:
     nodes: tuple[str, ...]
     core: tuple[int, ...]
     sizes: tuple[int, ...]
+    layer: int | None = None
 
     def mark_stack(self, dim: int) -> None:
         """Takes one dim out of the core: it counts layers."""
+        self.layer = dim
         self.core = tuple(d for d in range(len(self.param.shape)) if d != dim)
         self.sizes = tuple(self.param.shape[d] for d in self.core)
 

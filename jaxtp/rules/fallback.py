@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from jaxtp.errors import BadConfig, HeadsNotDivisible, Problems, SizeMismatch, join
 from jaxtp.mesh.axes import MeshShape, legal_ways, splits
+from jaxtp.padding import Blocks, Padding
 from jaxtp.plan import ParamDecision
 from jaxtp.rules.resolve import Claim
 from jaxtp.rules.roles import Placement, Role
@@ -174,15 +175,17 @@ def _decision(
     claim: Claim, placement: Placement | None, ways: int, mesh: MeshShape, pad_vocab: bool
 ) -> ParamDecision:
     param, vote, tp = claim.param, claim.vote, mesh.tp_size
-    padded, fallback, reasons = 0, "", claim.reasons
+    padding: Padding = ()
+    fallback, reasons = "", claim.reasons
     axes = next(p for p in mesh.prefixes() if mesh.ways(p) == ways)
     if placement is None and vote.role is Role.FUSED and tp > 1:
         fallback = f"{vote.reason}: whole; {_costs(param, 1, tp)}; kept apart they would split"
     if placement is not None and ways < tp:
         if vote.role is Role.VOCAB and pad_vocab:
             size, axes = param.shape[placement.dim], mesh.tp
-            padded = -(-size // tp) * tp
-            reasons = (*reasons, f"padded from {size} to {padded} so that tp={tp} divides")
+            blocks = Blocks(dim=placement.dim, pieces=((0, size),), block=-(-size // tp) * tp)
+            padding = (blocks,)
+            reasons = (*reasons, f"padded from {size} to {blocks.block} so that tp={tp} divides")
         else:
             fallback = _price(claim, placement, ways, tp)
     dim = None if placement is None else placement.dim
@@ -196,7 +199,7 @@ def _decision(
         units=() if placement is None else placement.units,
         group=vote.group,
         fallback=fallback,
-        padded=padded,
+        padding=padding,
     )
 
 

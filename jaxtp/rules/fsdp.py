@@ -83,7 +83,7 @@ def _best_dim(decision: ParamDecision, core: frozenset[int], mesh: MeshShape) ->
     A dim that carries both is cut by fsdp inside the piece that tp leaves, so that gathering over
     fsdp gives back what tensor parallelism needs.
     """
-    stored = decision.stored_shape(mesh)
+    stored = decision.stored
     ways = mesh[mesh.fsdp]
     legal = [d for d in core if stored[d] % (mesh.ways(decision.spec[d]) * ways) == 0]
     return max(legal, key=lambda d: (not decision.spec[d], stored[d], -d), default=None)

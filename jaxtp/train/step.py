@@ -14,7 +14,6 @@ from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtp.activations import use_plan
@@ -180,7 +179,7 @@ def _settle(leaf: Any, sharding: NamedSharding) -> Any:
     A Python number is weakly typed, and what a checkpoint gives back is not: without this the step
     would compile again, and promote differently, after a restart.
     """
-    leaf = put(leaf, np.shape(leaf), sharding)
+    leaf = put(leaf, sharding)
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf.update(weak_type=False)
     return jax.lax.convert_element_type(leaf, leaf.dtype) if jax.typeof(leaf).weak_type else leaf

@@ -62,7 +62,8 @@ def plan_sections(plan: Plan) -> tuple[Section, ...]:
         "axis; grey is whole on every device. Repeated layers are one line."
     )
     first = tuple(_leaf(d, count, plan.mesh) for _, count, d in _needs_a_look(plan))
-    notes = tuple(Node(n, "note") for n in plan.notes)
+    stages = (f"stages: {plan.stages}",) if plan.stages else ()
+    notes = tuple(Node(n, "note") for n in (*stages, *plan.notes))
     return (
         Section("Look here first", f"{len(first)} fallbacks and whole matrices.", (*notes, *first)),
         Section("All parameters", summary, _tree(plan)),

@@ -27,7 +27,8 @@ from jaxtp.io.safetensors import write_file, write_order
 from jaxtp.mesh.build import auto_context
 from jaxtp.models import Config, abstract
 from jaxtp.models.names import Storage, storage, table_of
-from jaxtp.trees import PyTree, flatten, leaves, parameters
+from jaxtp.plan import Plan
+from jaxtp.trees import PyTree, canonical, flatten, leaves, parameters
 
 CARRIED = (
     *("generation_config.json", "tokenizer*", "vocab.*", "merges.txt"),
@@ -41,6 +42,7 @@ def save_hf(
     folder: str | Path,
     *,
     config: Config | None = None,
+    plan: Plan | None = None,
     like: str | Path | None = None,
     file_bytes: int = 5 * 10**9,
     progress: bool = True,
@@ -55,6 +57,7 @@ def save_hf(
         params: The `nnx.Module`, or its parameters as a tree with the same paths.
         folder: A folder that does not exist yet.
         config: The model's config; needed if `params` is no module.
+        plan: The plan they were placed by; needed where layers lie in pipeline stages.
         like: A Hugging Face folder of the same model, e.g. the one it was loaded from: its
             tokenizer and generation settings are copied, and fields of its config.json that change
             no logits (token ids, longest context) are kept. Without it these are absent, and
@@ -65,7 +68,8 @@ def save_hf(
     Raises:
         BadCheckpoint: TP090, if `folder` exists.
         BadConfig: TP020, if there is no config, or `like` is another model.
-        PlanMismatch: TP045, if the parameters are not those of the config.
+        PlanMismatch: TP045, if the parameters are not those of the config, or lie in pipeline
+            stages and there is no plan to say which layer is which.
         UnsupportedModel: TP096, if no Hugging Face family computes this config.
     """
     folder = Path(folder)
@@ -80,7 +84,7 @@ def save_hf(
             fix="save_hf(model, ...), or save_hf(params, ..., config=model.config)",
         )
     fields = _fields(config, like)
-    fetches, tensors = _tensors(config, dict(leaves(tree)))
+    fetches, tensors = _tensors(config, dict(leaves(tree)), plan)
     files = split_files(tensors, file_bytes)
     total = sum(num_bytes(*tensor) for tensor in tensors.values())
     with (
@@ -139,7 +143,7 @@ def _carry(like: str | Path | None, folder: Path) -> None:
 
 
 def _tensors(
-    config: Config, tree: Mapping[str, Any]
+    config: Config, tree: Mapping[str, Any], plan: Plan | None
 ) -> tuple[dict[str, Callable[[], NDArray[Any]]], Tensors]:
     """By name in the file: how to get a tensor, and its type and shape."""
     params = flatten(abstract(config))
@@ -154,11 +158,35 @@ def _tensors(
     tensors: Tensors = {}
     for path, param in params.items():
         how = storage(table[path], param.shape)
+        places = _places(path, tree[path], how.stack, plan)
         for index in np.ndindex(how.stack):
             name = table[path].name.format(*index)
-            fetches[name] = functools.partial(_fetch, tree[path], index, param.shape, how)
+            place = tuple(int(at[i]) for at, i in zip(places, index, strict=True))
+            fetches[name] = functools.partial(_fetch, tree[path], place, param.shape, how)
             tensors[name] = str(tree[path].dtype), how.shape
     return fetches, tensors
+
+
+def _places(
+    path: str, leaf: Any, stack: tuple[int, ...], plan: Plan | None
+) -> list[NDArray[np.int64]]:
+    """Where each entry of every stacked dim is stored."""
+    places = [np.arange(size) for size in stack]
+    if plan is not None and isinstance(leaf, jax.Array):
+        for blocks in plan[path].padding:
+            if blocks.dim < len(stack):
+                places[blocks.dim] = blocks.places
+        return places
+    sharding = getattr(leaf, "sharding", None)
+    cut = stack and isinstance(sharding, NamedSharding) and canonical(sharding.spec, leaf.ndim)[0]
+    if cut or np.shape(leaf)[: len(stack)] != stack:
+        raise PlanMismatch(
+            f"the array of shape {np.shape(leaf)} is stored by pipeline stage, and only its plan "
+            f"says which of {stack[0]} layers is which",
+            where=path,
+            fix="save_hf(..., plan=plan), with the plan that it was placed by",
+        )
+    return places
 
 
 def _fetched(

@@ -1,0 +1,101 @@
+"""Stacked layers over the pp axis: which arrays it cuts, and in what form they are stored.
+
+Stage in: decisions that fit the tensor axis. Stage out: the same decisions with the pp axis on
+every dim that counts the pipeline's layers, and how the layers are dealt out.
+"""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from jaxtp.errors import BadSpec, BadStages, join
+from jaxtp.mesh.axes import MeshShape
+from jaxtp.padding import Blocks
+from jaxtp.plan import ParamDecision
+from jaxtp.rules import blocks
+from jaxtp.rules.dims import ModelDims
+from jaxtp.stages import Stages
+from jaxtp.trees import Param
+
+
+def deal(
+    decisions: Sequence[ParamDecision],
+    params: Mapping[str, Param],
+    dims: ModelDims,
+    mesh: MeshShape,
+    stages: Stages | None,
+) -> tuple[Stages | None, tuple[ParamDecision, ...]]:
+    """How layers are dealt out, and the decisions with the pp axis in them.
+
+    Args:
+        decisions: One per parameter, on the plan's mesh.
+        params: The parameters, from which names and shapes show the dims that count layers.
+        dims: Sizes the user gave.
+        mesh: The plan's mesh shape; without a pp axis of several devices nothing changes.
+        stages: How the user wants layers dealt out; None for evenly, one round, as many
+            micro-batches as stages.
+
+    Raises:
+        BadStages: TP074, if no parameter is a stack of layers, or `stages` is for another number of
+            stages or of layers.
+        BadSpec: TP044, if an override puts the pp axis elsewhere.
+    """
+    num_stages = mesh[mesh.pp] if mesh.pp else 1
+    if stages is not None and stages.num_stages != num_stages:
+        raise BadStages(
+            f"layers are dealt out to {stages.num_stages} stages, the mesh {mesh} has {num_stages}",
+            where="stages",
+            fix=f"stages for {num_stages}, or a mesh with pp={stages.num_stages}",
+        )
+    if num_stages == 1:
+        return stages, tuple(decisions)
+    block = blocks.read(params, dims)
+    layer_dim = {path: leaf.layer for path, leaf in block.leaves.items() if leaf.layer is not None}
+    depths: Counter[int] = Counter()
+    for path, dim in layer_dim.items():
+        depths[params[path].shape[dim]] += params[path].size
+    if not depths:
+        raise BadStages(
+            f"pp={num_stages}, and no parameter is a stack of layers",
+            where="pp",
+            fix="scan over layers, so that each kind of weight is one stacked array, or use pp=1",
+        )
+    if stages is None:
+        # Of an encoder and a decoder of different depths, the one with more parameters.
+        num_layers = depths.most_common(1)[0][0]
+        stages = Stages.even(num_layers, num_stages, micro_batches=num_stages)
+    if stages.num_layers not in depths:
+        raise BadStages(
+            f"stages for {stages.num_layers} layers, the model has stacks of {join(depths)}",
+            where="stages",
+            fix=f"deal out {join(depths)} layers",
+        )
+    dealt = (_deal(d, layer_dim.get(d.path), mesh, stages) for d in decisions)
+    return stages, tuple(dealt)
+
+
+def _deal(
+    decision: ParamDecision, dim: int | None, mesh: MeshShape, stages: Stages
+) -> ParamDecision:
+    if dim is not None and decision.shape[dim] != stages.num_layers:
+        dim = None  # a stack beside the one that the stages share
+    if any(mesh.pp in axes for d, axes in enumerate(decision.spec) if d != dim):
+        raise BadSpec(
+            f"the axis {mesh.pp} cuts another dim than the layers",
+            where=decision.path,
+            fix="leave it to jaxtp; fsdp is the axis that cuts any dim",
+        )
+    if dim is None:
+        return decision
+    axes = decision.spec[dim]
+    kept = axes if mesh.pp in axes else (mesh.pp, *axes)
+    spec = (*decision.spec[:dim], kept, *decision.spec[dim + 1 :])
+    *before, last = decision.reasons
+    reasons = (*before, f"{last}; {mesh.pp}={stages.num_stages} on layer dim {dim}")
+    pieces = Blocks(dim=dim, pieces=stages.pieces, block=stages.block)
+    return dataclasses.replace(
+        decision,
+        spec=spec,
+        reasons=reasons,
+        padding=(*decision.padding, *(() if pieces.is_plain else (pieces,))),
+    )
