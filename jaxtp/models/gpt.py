@@ -26,13 +26,13 @@ from jaxtp.models.layers import (
     Layer,
     attend,
     default_positions,
-    mask_padding,
     normed,
     residual_init,
     scan_layers,
     stack_layers,
 )
 from jaxtp.models.maps import Linear, TokenTable
+from jaxtp.padding import mask_padding
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

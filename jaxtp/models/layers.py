@@ -276,17 +276,6 @@ def default_positions(tokens_BT: jax.Array) -> jax.Array:
     return jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None, :]
 
 
-def mask_padding(logits_BTV: jax.Array, vocab_size: int) -> jax.Array:
-    """The logits, with entries past `vocab_size` at the lowest number of their type.
-
-    They exist only when a plan padded the vocab so that it divides over the tensor axis.
-    """
-    if logits_BTV.shape[-1] == vocab_size:
-        return logits_BTV
-    real_V = jnp.arange(logits_BTV.shape[-1]) < vocab_size
-    return jnp.where(real_V[None, None, :], logits_BTV, jnp.finfo(logits_BTV.dtype).min)
-
-
 def token_nats(logits_BTV: jax.Array, targets_BT: jax.Array) -> jax.Array:
     """Negative log-likelihood in nats of each token, float32 (batch, tokens).
 

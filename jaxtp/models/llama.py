@@ -25,7 +25,6 @@ from jaxtp.models.layers import (
     Layer,
     attend,
     default_positions,
-    mask_padding,
     normed,
     residual_init,
     rotary,
@@ -34,6 +33,7 @@ from jaxtp.models.layers import (
 )
 from jaxtp.models.maps import Linear, TokenTable
 from jaxtp.models.moe import GatedMLP, MoE
+from jaxtp.padding import mask_padding
 
 ACTIVATION: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
