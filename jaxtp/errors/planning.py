@@ -81,6 +81,41 @@ class NoTensorAxis(JaxtpError, ValueError):
     code = "TP013"
 
 
+class ProcessesDisagree(JaxtpError, ValueError):
+    """The processes of one run differ in settings, flags or versions.
+
+    Why it matters: they would compile different programs, and wait for each other in the first
+    collective that only some of them have, for ever.
+    Example: an edited config on one host; `JAX_ENABLE_X64` set in one shell; another jaxlib.
+    Fix: the message gives each setting that differs, with its values and the processes of each.
+    """
+
+    code = "TP014"
+
+
+class BadProcesses(JaxtpError, ValueError):
+    """The processes were started in a way that cannot work, or that leaves GPUs idle.
+
+    Why it matters: one process per GPU is the rule; with one per node JAX uses the first GPU of
+    each node and says nothing.
+    Example: 8 GPUs and `--ntasks-per-node=1`; two processes of the same number; Slurm without
+    `srun`.
+    Fix: `srun --ntasks-per-node=8 --gpus-per-node=8`, or give `local_device_ids` on purpose.
+    """
+
+    code = "TP015"
+
+
+class UnhealthyDevice(JaxtpError, RuntimeError):
+    """A device computes wrongly, or does not answer.
+
+    Why it matters: one such device spoils the gradients of all others, or stalls them.
+    Fix: take the host that the message names out of the job (`--exclude`), and have it repaired.
+    """
+
+    code = "TP016"
+
+
 class BadConfig(JaxtpError, ValueError):
     """A setting is unknown, has the wrong type, or contradicts another one.
 
