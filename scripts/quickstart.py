@@ -23,9 +23,9 @@ from flax import nnx
 import jaxtp
 from jaxtp import models
 from jaxtp.config import load
-from jaxtp.io import checkpoint
 from jaxtp.train import data
-from jaxtp.train.loop import METRICS_FILE, fit
+from jaxtp.train.loop import fit
+from jaxtp.train.metrics import METRICS_FILE
 from jaxtp.train.optimizer import build_optimizer
 from jaxtp.xla import running
 
@@ -133,7 +133,7 @@ def main(settings: Settings) -> None:
     )
     report(evaluate(state), corpus.train, held_out)
     print_sample(state[0])
-    save_and_compare(folder / "checkpoint", state)
+    save_and_compare(folder / "checkpoints", settings.steps, state, plan)
     print(NEXT.format(folder=folder, metrics=METRICS_FILE))
 
 
@@ -157,13 +157,15 @@ def print_sample(model: models.Llama) -> None:
     print("\na sample:\n\n" + "\n".join(f"  | {line}" for line in text.splitlines()))
 
 
-def save_and_compare(folder: Path, state: TrainState) -> None:
+def save_and_compare(folder: Path, step: int, state: TrainState, plan: jaxtp.Plan) -> None:
     """Saves model and optimizer, reads them back, and compares every number."""
-    arrays = nnx.state(state)
-    checkpoint.save(folder, arrays)
-    restored = checkpoint.restore(folder, arrays)
-    jax.tree.map(np.testing.assert_array_equal, restored, arrays)
-    print(f"\ncheckpoint in {folder}: restored, all {len(jax.tree.leaves(arrays))} arrays equal")
+    with jaxtp.Checkpoints(folder) as checkpoints:
+        checkpoints.save(step, state, plan=plan)
+        restored = checkpoints.restore(state, plan=plan)
+    before, after = (jax.tree.leaves(nnx.state(tree)) for tree in (state, restored.state))
+    for saved, read in zip(before, after, strict=True):
+        np.testing.assert_array_equal(read, saved)
+    print(f"\ncheckpoint in {folder}: restored, all {len(before)} arrays equal")
 
 
 NEXT = """metrics in {folder}/{metrics}, one line a step

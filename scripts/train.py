@@ -3,23 +3,36 @@
     python scripts/train.py config.json --mesh.tp 4     every setting is also a flag
     python scripts/train.py --help                      all settings, with their defaults
 
+    --run.checkpoint_every 500                          a run that is killed goes on from there
+    --run.max_restarts 10                               and is started again by itself
+
+What it ends with tells a scheduler what to do, see `jaxtp.train.restarts`: 0 complete, 143 saved
+after SIGTERM, 2 an error that would come again, anything else worth another start.
+
 Where there is no GPU, as many CPU devices are simulated as the mesh sizes multiply to.
 """
 
+import json
 import math
+import operator
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import tyro
 
 import jaxtp
-from jaxtp.config import Config, load
-from jaxtp.io import checkpoint
+from jaxtp.config import Config, load, settings
+from jaxtp.errors import BadCheckpoint
+from jaxtp.io.checkpoint import Checkpoints
 from jaxtp.train import watch
-from jaxtp.train.loop import METRICS_FILE, fit
+from jaxtp.train.loop import fit
+from jaxtp.train.metrics import METRICS_FILE
+from jaxtp.train.restarts import Preemption, supervise
 from jaxtp.train.setup import Setup, prepare
 from jaxtp.train.update import TrainState
+from jaxtp.xla import running
 
 
 def read_arguments(arguments: list[str]) -> Config:
@@ -33,50 +46,90 @@ def read_arguments(arguments: list[str]) -> Config:
     return tyro.cli(Config, args=arguments, default=config, description=__doc__)
 
 
-def main(config: Config) -> None:
-    """Prepares the run, continues where its folder ends, and trains."""
+def main(config: Config) -> int:
+    """Prepares the run, continues where its folder ends, trains, and returns the exit code."""
+    folder = config.run.folder
+    checkpoints = Checkpoints(folder / "checkpoints", keep_last=config.run.keep_last)
+    check_folder(checkpoints, config)
     sizes = (config.mesh.tp, config.mesh.pp, config.mesh.dp, config.mesh.fsdp)
     # For CPUs only, and before a backend starts.
     jax.config.update("jax_num_cpu_devices", math.prod(abs(size) for size in sizes))
     setup = prepare(config)
-    config, folder = setup.config, setup.config.run.folder
+    config = setup.config
     print(f"{setup.plan}\n")
     print(describe(setup))
     watchers = [watch.tensorboard(folder)] if config.run.tensorboard else []
     profiler = watch.Profiler(folder / "profile")
-    first, state = resume(folder, setup.state)
+    with Preemption() as preemption, checkpoints:
+        first, state = resume(checkpoints, setup)
 
-    def save(number: int, state: TrainState) -> None:
-        checkpoint.save(folder / "checkpoints" / str(number), checkpoint.by_path(state))
+        def save(number: int, state: TrainState) -> None:
+            # Batches and random numbers are functions of the seed and the step alone.
+            extra = {"settings": flat(config), "data": {"seed": config.seed, "step": number}}
+            checkpoints.save(number, state, plan=setup.plan, extra=extra)
 
-    fit(
-        setup.step,
-        state,
-        lambda step: setup.placed(setup.text.train(step)),
-        num_steps=config.steps,
-        folder=folder,
-        first_step=first,
-        evaluate=lambda state: setup.validate(state, setup.placed(setup.text.validation)),
-        eval_every=config.run.eval_every,
-        save=save,
-        save_every=config.run.checkpoint_every,
-        watchers=[*watchers, profiler] if config.run.profile else watchers,
-    )
+        fit(
+            setup.step,
+            state,
+            lambda step: setup.placed(setup.text.train(step)),
+            num_steps=config.steps,
+            folder=folder,
+            first_step=first,
+            evaluate=lambda state: setup.validate(state, setup.placed(setup.text.validation)),
+            eval_every=config.run.eval_every,
+            save=save,
+            save_every=config.run.checkpoint_every,
+            stop=preemption,
+            spike_factor=config.run.spike_factor,
+            watchers=[*watchers, profiler] if config.run.profile else watchers,
+        )
     if config.run.profile:
         profiler.stop()
         print(watch.table(watch.operations(profiler.folder)))
     print(f"metrics in {folder / METRICS_FILE}, one line a step")
+    if preemption.exit_code:
+        print("stopped because it was asked to; the same command continues")
+    return preemption.exit_code
 
 
-def resume(folder: Path, state: TrainState) -> tuple[int, TrainState]:
-    """Steps done and the state after them, from the last checkpoint if there is one."""
-    found = [int(p.name) for p in (folder / "checkpoints").glob("*") if p.name.isdigit()]
-    if not found:
-        return 0, state
-    last = max(found)
-    print(f"continuing after step {last}")
-    path = folder / "checkpoints" / str(last)
-    return last, checkpoint.from_paths(state, checkpoint.restore(path, checkpoint.by_path(state)))
+def check_folder(checkpoints: Checkpoints, config: Config) -> None:
+    """Refuses to start anew over checkpoints.
+
+    Raises:
+        BadCheckpoint: TP090.
+    """
+    steps = checkpoints.steps()
+    if steps and not config.run.resume:
+        raise BadCheckpoint(
+            f"there are checkpoints up to step {steps[-1]}, and run.resume is off",
+            where=str(checkpoints.folder),
+            fix="choose another run.folder, or turn run.resume on",
+        )
+
+
+def resume(checkpoints: Checkpoints, setup: Setup) -> tuple[int, TrainState]:
+    """Steps done and the state after them, from the newest good checkpoint if there is any."""
+    if not checkpoints.steps():
+        return 0, setup.state
+    like = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), setup.state
+    )
+    # What was initialised makes room for what is read.
+    for leaf in jax.tree.leaves(setup.state):
+        leaf.delete()
+    restored = checkpoints.restore(like, plan=setup.plan)
+    print(f"continuing after step {restored.step}")
+    before = restored.extra["settings"]
+    for name, value in flat(setup.config).items():
+        if value != before.get(name) and not name.startswith("run."):
+            print(f"  {name} was {before.get(name)}, is {value}")
+    return restored.step, restored.state
+
+
+def flat(config: Config) -> dict[str, Any]:
+    """Every setting by its dotted name, as JSON can hold it."""
+    values = {name: operator.attrgetter(name)(config) for name in settings()}
+    return json.loads(json.dumps(values, default=str))
 
 
 def describe(setup: Setup) -> str:
@@ -93,6 +146,11 @@ def describe(setup: Setup) -> str:
 
 if __name__ == "__main__":
     try:
-        main(read_arguments(sys.argv[1:]))
+        asked = read_arguments(sys.argv[1:])
+        if asked.run.max_restarts:
+            again = [sys.executable, *sys.argv, "--run.max_restarts", "0"]
+            sys.exit(supervise(again, asked.run.max_restarts, say=print))
+        sys.exit(main(asked))
     except jaxtp.JaxtpError as error:
-        sys.exit(str(error))
+        print(error, file=sys.stderr)
+        sys.exit(error.exit_code)

@@ -196,7 +196,7 @@ def test_quickstart_trains_reports_and_saves(tmp_path):
     assert [m["step"] for m in metrics] == [1, 2, 3, 4]
     assert all(m["grad_norm"] > 0 and m["tokens_per_s"] > 0 and "lr" in m for m in metrics)
     assert metrics[-1]["validation_loss"] < metrics[0]["loss"]
-    assert (folder / "checkpoint").is_dir()
+    assert (folder / "checkpoints" / "4").is_dir()
     for text in (
         "plan for dp=2 x tp=4",
         "layers/self_attn/q_proj/kernel",

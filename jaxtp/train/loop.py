@@ -4,8 +4,6 @@ Stage in: a state, a jitted step, batches by step number. Stage out: the trained
 `metrics.jsonl` in the run folder.
 """
 
-import json
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,12 +13,11 @@ import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from jaxtp.errors import TrainingDiverged
+from jaxtp.train.guard import Guard
+from jaxtp.train.metrics import Line, MetricsFile
 
 State = TypeVar("State")
 Metrics = Mapping[str, jax.Array]
-
-METRICS_FILE = "metrics.jsonl"
 
 
 def fit(
@@ -35,10 +32,12 @@ def fit(
     eval_every: int = 100,
     save: Callable[[int, State], None] | None = None,
     save_every: int = 0,
-    watchers: Sequence[Callable[[Mapping[str, float | None]], None]] = (),
+    stop: Callable[[int], bool] | None = None,
+    spike_factor: float = 0,
+    watchers: Sequence[Callable[[Line], None]] = (),
     console: Console | None = None,
 ) -> State:
-    """Trains up to step `num_steps` and returns the last state.
+    """Trains up to step `num_steps`, or until it is asked to stop, and returns the last state.
 
     Writes one JSON object a step to `folder/metrics.jsonl`: step (from 1), every scalar that `step`
     returns (loss, grad_norm, lr), tokens_per_s (over all devices), step_seconds (the first step's
@@ -51,22 +50,23 @@ def fit(
             with such `tokens`. Called for the next step while the devices compute this one.
         num_steps: The last step's number.
         folder: Run folder; made if missing.
-        first_step: Steps that the state has behind it; metrics are then added to the file.
+        first_step: Steps that the state has behind it; the file keeps their lines and no others.
         evaluate: State -> validation loss, every `eval_every` steps and after the last.
         eval_every: Steps between evaluations, and between printed lines.
-        save: Called with the number of steps done and the state, every `save_every` steps and after
-            the last.
+        save: Called with the number of steps done and the state, every `save_every` steps, after
+            the last, and before stopping; never with a state that has diverged.
         save_every: Steps between saves; 0 saves nothing.
+        stop: Called with the number of steps done after each one; True ends the loop after a save.
+        spike_factor: How many times its recent median a loss may be, see `Guard`; 0 allows all.
         watchers: Called with each line of `metrics.jsonl`.
         console: Where the bar and the lines go; default: standard output.
 
     Raises:
-        TrainingDiverged: TP131, at the first step whose loss is not finite.
+        TrainingDiverged: TP131, at the first step whose loss or gradient is not finite, whose loss
+            is too far above the last ones, or whose parameters are not finite when it is to save.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    last_loss = math.nan
-    mode = "a" if first_step else "w"
-    with (folder / METRICS_FILE).open(mode, buffering=1) as log, _progress(console) as bar:
+    with MetricsFile(folder, first_step) as log, _progress(console) as bar:
+        guard = Guard(str(log.path), spike_factor, [line["loss"] for line in log.kept])
         task = bar.add_task("compiling", total=num_steps, completed=first_step)
         batch = batches(first_step)
         for number in range(first_step + 1, num_steps + 1):
@@ -76,27 +76,26 @@ def fit(
             record = {name: float(value) for name, value in metrics.items()}  # waits for the step
             seconds = time.perf_counter() - start
             record |= {"tokens_per_s": tokens / seconds, "step_seconds": seconds}
-            is_finite = math.isfinite(record["loss"])
+            problem = guard.problem(number, record)
             is_due = _is_due(number, eval_every, num_steps)
-            if evaluate is not None and is_due and is_finite:
+            if evaluate is not None and is_due and problem is None:
                 record["validation_loss"] = evaluate(state)
-            finite = {name: v if math.isfinite(v) else None for name, v in record.items()}
-            line: dict[str, float | None] = {"step": number, **finite}
-            log.write(json.dumps(line) + "\n")
+            line = log.write(number, record)
             for watch in watchers:
                 watch(line)
-            if not is_finite:
-                raise TrainingDiverged(
-                    f"the loss is {record['loss']} at step {number}; it was {last_loss:.4f} before",
-                    where=str(folder / METRICS_FILE),
-                    fix="lower the learning rate, lengthen its warm-up or clip gradients harder",
-                )
-            last_loss = record["loss"]
+            if problem is not None:
+                raise problem
             bar.update(task, advance=1, description=_describe(record))
             if is_due:
                 bar.console.print(f"step {number:>5} of {num_steps}  {_describe(record)}")
-            if save is not None and save_every and _is_due(number, save_every, num_steps):
+            is_asked = stop is not None and stop(number)
+            is_saved = save_every and (is_asked or _is_due(number, save_every, num_steps))
+            if save is not None and is_saved:
+                guard.check_parameters(number, state)
                 save(number, state)
+                bar.console.print(f"step {number:>5} of {num_steps}  checkpoint")
+            if is_asked:
+                break
     return state
 
 
