@@ -36,6 +36,9 @@ FIX = (
 COMMUNICATION = re.compile(r"NCCL|[Gg]loo|DEADLINE_EXCEEDED|UNAVAILABLE|[Bb]arrier|rendezvous")
 """What errors of JAX that concern other processes contain."""
 
+COMPILE_FACTOR = 10
+"""Times the limit of a step that the first one may take."""
+
 GRACE_SECONDS = 5.0
 """How long process 0 lets the others end first: JAX ends them at once when it is gone."""
 
@@ -94,10 +97,11 @@ class watchdog:
             done(number)
 
     Args:
-        seconds: For each step; 0 for no limit.
+        seconds: For each step; the first one, which compiles, may take `COMPILE_FACTOR` times as
+            long. 0 for no limit.
         mesh: Named in the message.
         first_step: The number of the first step.
-        first_seconds: For the first step, which compiles; ten times `seconds` by default.
+        place: What to name in place of a step: then the block as a whole has `seconds`.
 
     Raises:
         CommunicationTimeout: TP002, in place of an error of JAX that says that a collective, a
@@ -105,15 +109,11 @@ class watchdog:
     """
 
     def __init__(
-        self,
-        seconds: float,
-        mesh: Mesh | None = None,
-        *,
-        first_step: int = 1,
-        first_seconds: float | None = None,
+        self, seconds: float, mesh: Mesh | None = None, *, first_step: int = 1, place: str = ""
     ) -> None:
-        self._seconds, self._step, self._mesh = seconds, first_step, mesh
-        self._first = 10 * seconds if first_seconds is None else first_seconds
+        self._seconds, self._mesh = seconds, mesh
+        self._limit = seconds if place else COMPILE_FACTOR * seconds
+        self._place = place or f"step {first_step}"
         self._start = time.monotonic()
         self._closed = threading.Event()
 
@@ -121,7 +121,9 @@ class watchdog:
         if self._mesh is not None:
             axes = ", ".join(f"{name}={size}" for name, size in self._mesh.shape.items())
             run.mesh = f"mesh {axes}, {jax.process_count()} processes"
-        self._start, run.place = time.monotonic(), f"step {self._step}"
+        # Blocks may be nested: an outer one is again where a fault would be after the inner one.
+        self._outside, run.place = run.place, self._place
+        self._start = time.monotonic()
         if self._seconds:
             threading.Thread(target=self._wait, name="jaxtp watchdog", daemon=True).start()
         return self._done
@@ -135,16 +137,17 @@ class watchdog:
         self._closed.set()
         if isinstance(error, jax.errors.JaxRuntimeError) and COMMUNICATION.search(str(error)):
             raise lost_error(f"JAX reports {_first_line(error)}") from error
+        run.place = self._outside
 
     def _done(self, step: int) -> None:
-        self._step, self._first, self._start = step + 1, self._seconds, time.monotonic()
+        self._limit, self._start = self._seconds, time.monotonic()
         run.done, run.done_at, run.place = f"step {step}", self._start, f"step {step + 1}"
 
     def _wait(self) -> None:
-        while (left := self._start + self._first - time.monotonic()) > 0:
+        while (left := self._start + self._limit - time.monotonic()) > 0:
             if self._closed.wait(left):
                 return
-        stop(lost_error(f"not done after {self._first:.0f} s"))
+        stop(lost_error(f"not done after {self._limit:g} s"))
 
 
 def lost_error(what: str) -> CommunicationTimeout:
