@@ -62,6 +62,8 @@ def main(config: Config) -> int:
     profiler = watch.Profiler(folder / "profile")
     with Preemption() as preemption, checkpoints:
         first, state = resume(checkpoints, setup)
+        if running.is_asked():
+            print(what_a_step_moves(setup, state))
 
         def save(number: int, state: TrainState) -> None:
             # Batches and random numbers are functions of the seed and the step alone.
@@ -124,6 +126,13 @@ def resume(checkpoints: Checkpoints, setup: Setup) -> tuple[int, TrainState]:
         if value != before.get(name) and not name.startswith("run."):
             print(f"  {name} was {before.get(name)}, is {value}")
     return restored.step, restored.state
+
+
+def what_a_step_moves(setup: Setup, state: TrainState) -> str:
+    """The collectives of the compiled step, as a table."""
+    batch = setup.placed(setup.text.train(0))
+    table = running.report_step(setup.step, state, batch, tensor_axes=setup.plan.mesh.tp)
+    return f"\nwhat one step moves\n{table.communication()}\n"
 
 
 def flat(config: Config) -> dict[str, Any]:
