@@ -14,7 +14,7 @@ XLA would often find the same by itself; in loops, in backward passes and around
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 from jax.extend.core import Literal
@@ -22,9 +22,10 @@ from jax.extend.source_info_util import user_context
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxtp.errors import BadMesh
+from jaxtp.fused import Fused, by_result, by_weight, over_pieces, product_of_piece
 from jaxtp.mesh.build import abstract_mesh, plan_mesh
 from jaxtp.plan import Plan
-from jaxtp.products import Fused, fused, over_pieces, product_at, shared
+from jaxtp.products import product_at, shared
 from jaxtp.rules.graph import Analysis, DimClass, analyse_jaxpr
 from jaxtp.rules.graph.classes import Atom, resolve
 from jaxtp.rules.graph.walk import Kind, Scope, Value
@@ -72,7 +73,7 @@ def parallelize(fn: F, plan: Plan, mesh: Mesh | AbstractMesh | None = None) -> F
         results = placer.run(analysis.scope, closed.consts, jax.tree.leaves((plain, *inputs)))
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
-    return placed  # type: ignore[return-value]
+    return cast(F, placed)
 
 
 def _own_mesh(plan: Plan, mesh: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh:
@@ -155,7 +156,7 @@ class _Placer:
         return over_pieces(equation, operands, self._split, elementwise=elementwise)
 
     def _product(self, scope: Scope, equation: Any, operands: Sequence[Any]) -> Any:
-        """The product by a shared or a fused weight, or None for any other."""
+        """The product by a shared or a fused weight, or a piece of one; None for any other."""
         for index, var in enumerate(equation.invars):
             value = None if isinstance(var, Literal) else scope.values.get(var)
             if value is None or value.kind is not Kind.PARAMETER or not value.path:
@@ -168,13 +169,32 @@ class _Placer:
                 if product is None:
                     continue
                 axes = self._plan.axes_for(c.units)
+                if not axes:
+                    continue
+                finding = self._analysis.findings[value.path]
+                if c.pieces and self._plan[value.path].dim_on(self._plan.mesh.tp) == finding.dim:
+                    around = self._way_around(scope, equation, product.out, axes)
+                    return by_result(product, self._split, c.pieces, axes, around, x, w)
                 if c.pieces:
-                    return fused(product, self._split, c.pieces, axes, x, w) if axes else None
+                    return by_weight(product, self._split, c.pieces, axes, x, w)
+                if finding.pieces:
+                    return product_of_piece(product, self._split, axes, x, w)
                 rest = wide[len(axes) :]
-                if axes and rest and self._plan.mesh.ways(axes) == c.units[0]:
+                if rest and self._plan.mesh.ways(axes) == c.units[0]:
                     copies = self._plan.mesh.ways(rest)
                     return shared(product, self._split, c.units[0], copies, axes, rest, x, w)
         return None
+
+    def _way_around(
+        self, scope: Scope, equation: Any, fused: int, axes: tuple[str, ...]
+    ) -> dict[int, tuple[str, ...]]:
+        """The first dim of a result besides the fused one that tensor axes can split meanwhile."""
+        value = scope.values[equation.outvars[0]]
+        for dim, (size, atoms) in enumerate(zip(value.shape, value.dims, strict=True)):
+            around = (*self._batch_axes(atoms), *axes)
+            if dim != fused and size % self._plan.mesh.ways(around) == 0:
+                return {dim: around}
+        return {}
 
     def _split(self, x: Any, dims: Mapping[int, tuple[str, ...]]) -> Any:
         """`x` with some dims split over tensor axes, or whole, and the others as XLA likes."""
@@ -243,8 +263,7 @@ class _Placer:
     def _sums_region(self, value: Value) -> bool:
         """Whether the product behind a value sums over a dim that the plan splits."""
         assert value.product is not None
-        summed = Value(value.product.summed, None, Kind.ACTIVATION, 0)
-        return any(self._axes(c) for c in self._analysis.dim_classes(summed))
+        return any(self._axes(self._analysis.dim_class(dim)) for dim in value.product.summed)
 
     def _axes(self, dim: DimClass) -> tuple[str, ...]:
         """Tensor axes that split a dim, as the plan splits the parameters of its group."""

@@ -9,7 +9,7 @@ from typing import Any
 from jaxtp import trees
 from jaxtp.mesh.axes import MeshShape
 from jaxtp.plan import Plan
-from jaxtp.rules import dataflow, fallback, fsdp, given, names, pipeline, resolve, strictness
+from jaxtp.rules import dataflow, fallback, fsdp, fused, given, names, pipeline, resolve, strictness
 from jaxtp.rules.dims import ModelDims
 from jaxtp.stages import Stages
 
@@ -81,6 +81,7 @@ def make_plan(
     ]
     claims = resolve.decide(leaves, votes)
     shape, decisions = fallback.fit(claims, shape, policy, pad_vocab=pad_vocab)
+    decisions = fused.hold(claims, decisions, shape, policy)
     stages, decisions = pipeline.deal(decisions, leaves, dims, shape, stages)
     decisions = fsdp.spread(decisions, leaves, dims, shape, zero)
     notes = (

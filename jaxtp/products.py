@@ -1,7 +1,7 @@
-"""Two products that need more than a constraint: by a shared weight, and by a fused one.
+"""A product by a weight that several devices hold a copy of, computed so that XLA moves the least.
 
 Stage in: a `dot_general` of an activation and a weight, with the axes that the plan splits its dims
-over. Stage out: the same numbers, computed so that XLA splits the product and moves the least.
+over. Stage out: the same numbers.
 """
 
 import dataclasses
@@ -149,93 +149,3 @@ def _shared_backward(
 
 
 shared.defvjp(_shared_forward, _shared_backward)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Fused:
-    """A value whose pieces along one dim were computed apart; whole only if somebody asks.
-
-    Attributes:
-        parts: The pieces, in order.
-        dim: The dim.
-        cuts: (start, stop) of each, in elements.
-    """
-
-    parts: tuple[Any, ...]
-    dim: int
-    cuts: tuple[tuple[int, int], ...]
-
-    def whole(self) -> Any:
-        """The value itself."""
-        return jnp.concatenate(self.parts, axis=self.dim)
-
-
-def fused(
-    product: Product,
-    place: Place,
-    cuts: Sequence[tuple[int, int]],
-    axes: tuple[str, ...],
-    x: Any,
-    w: Any,
-) -> Fused:
-    """A product by a weight that holds several projections one after another, one product a piece.
-
-    A cut of the whole weight would put parts of q, k and v on the wrong devices, and XLA would move
-    the activations to where they belong. A piece is cut by itself, from a weight that is whole on
-    every device: nothing moves forward, and backward only the weight's gradient is put together.
-    Every piece is first said to be whole: otherwise XLA splits the weight before it is sliced, and
-    its gradient before it is put together, and permutes both (17 permutes in two layers of GPT-2).
-    """
-    parts: list[Any] = []
-    for start, stop in cuts:
-        piece = place(jax.lax.slice_in_dim(w, start, stop, axis=product.dim), {product.dim: ()})
-        piece = place(piece, {product.dim: axes})
-        parts.append(place(product(x, piece), {product.out: axes}))
-    return Fused(tuple(parts), product.out, tuple(cuts))
-
-
-def over_pieces(
-    equation: Any, operands: Sequence[Any], place: Place, *, elementwise: bool
-) -> list[Any] | None:
-    """The results of an equation on fused operands without putting them together, or None.
-
-    Slices and splits at the cuts pick pieces; elementwise equations run on each piece.
-    """
-    first = next(o for o in operands if isinstance(o, Fused))
-    params, name = equation.params, equation.primitive.name
-    if name == "split" and params["axis"] == first.dim:
-        sizes = [stop - start for start, stop in first.cuts]
-        return list(first.parts) if list(params["sizes"]) == sizes else None
-    if name == "slice":
-        return _sliced(first, equation)
-    if not elementwise and name != "convert_element_type":
-        return None
-    size = first.cuts[-1][1]
-    bind = functools.partial(equation.primitive.bind, **equation.primitive.get_bind_params(params))
-    parts: list[Any] = []
-    for index, (start, stop) in enumerate(first.cuts):
-        pieces: list[Any] = []
-        for operand in operands:
-            if isinstance(operand, Fused):
-                if operand.cuts != first.cuts or operand.dim != first.dim:
-                    return None
-                operand = operand.parts[index]
-            elif jnp.ndim(operand) > first.dim and operand.shape[first.dim] == size:
-                vector = jnp.size(operand) == size
-                operand = jax.lax.slice_in_dim(operand, start, stop, axis=first.dim)
-                operand = place(operand, {first.dim: ()}) if vector else operand  # as in `fused`
-            pieces.append(operand)
-        parts.append(bind(*pieces))
-    return [Fused(tuple(parts), first.dim, first.cuts)]
-
-
-def _sliced(value: Fused, equation: Any) -> list[Any] | None:
-    params = equation.params
-    starts, stops = params["start_indices"], params["limit_indices"]
-    shape = equation.invars[0].aval.shape
-    others = [d for d in range(len(shape)) if d != value.dim]
-    whole = all(starts[d] == 0 and stops[d] == shape[d] for d in others)
-    cut = (starts[value.dim], stops[value.dim])
-    if not whole or cut not in value.cuts or params["strides"] is not None:
-        return None
-    return [value.parts[value.cuts.index(cut)]]

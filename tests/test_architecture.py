@@ -20,7 +20,7 @@ FILES = {
 LAYERS = """
 errors
 padding products trees
-mesh listing stages
+fused mesh listing stages
 plan deepspeed
 config
 sizes

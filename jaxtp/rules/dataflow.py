@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxtp.errors import BadTree
 from jaxtp.rules.graph import Analysis, Finding, Option, analyse
-from jaxtp.rules.roles import Placement, Role, Source, Vote
+from jaxtp.rules.roles import Fused, Placement, Role, Source, Vote
 from jaxtp.trees import PyTree
 
 ROLES: dict[str, Role] = {
@@ -66,13 +66,18 @@ def finding_votes(analysis: Analysis) -> Iterator[Vote]:
         role = Role.UNKNOWN if finding.small else ROLES.get(finding.role) or Role(finding.role)
         reason = "; ".join(finding.reasons)
         placements: tuple[Placement | None, ...] = ()
-        if finding.pieces:
+        fused = None
+        if finding.pieces and finding.dim is not None and finding.use:
+            fused = Fused(finding.dim, finding.units, finding.use)
+        elif finding.pieces:
             reason += "; kept whole, since a contiguous cut would mix the pieces"
         elif finding.dim is not None:
             placements = tuple(_choices(finding, groups[finding.group]))
             if None in placements:
                 reason += "; its leading units are minor elsewhere in the group, kept whole"
-        yield Vote(finding.path, Source.DATAFLOW, role, reason, placements, finding.group)
+        yield Vote(
+            finding.path, Source.DATAFLOW, role, reason, placements, finding.group, fused=fused
+        )
 
 
 def _choices(finding: Finding, group: Sequence[Finding]) -> Iterator[Placement | None]:

@@ -80,7 +80,11 @@ def fit(
         for g in groups
         for m in g
     }
-    used = sorted({w for _, _, w in cut.values()} | {1, tp})
+    # Fused arrays are whole so far (`rules.fused`), but their pieces will be cut.
+    pieces = {
+        next(w for w in prefixes if splits(c.vote.fused.units, w)) for c in claims if c.vote.fused
+    }
+    used = sorted({w for _, _, w in cut.values()} | pieces | {1, tp})
     mesh = mesh.factored([b // a for a, b in itertools.pairwise(used)] or [1])
     problems = Problems()
     decisions: list[ParamDecision] = []

@@ -6,6 +6,7 @@ Stage in: nothing. Stage out: `Role`, `Placement`, `Vote`, the words between evi
 import dataclasses
 from enum import IntEnum, StrEnum
 
+from jaxtp.rules.graph.facts import Use
 from jaxtp.trees import Spec
 
 
@@ -86,6 +87,21 @@ class Placement:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Fused:
+    """Several projections in one dim, one after another.
+
+    Attributes:
+        dim: Which dim of the array.
+        units: Indivisible pieces of each projection, as in `Placement`.
+        use: The products by them.
+    """
+
+    dim: int
+    units: tuple[int, ...]
+    use: Use
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Vote:
     """What one source says about one parameter.
 
@@ -99,6 +115,7 @@ class Vote:
             None stands for "whole under this choice".
         group: Parameters that must be decided together; "" if alone.
         spec: A complete spec that is not up to jaxtp: an override or an annotation.
+        fused: What `rules.fused` needs to choose how projections in one array are held.
     """
 
     path: str
@@ -108,3 +125,4 @@ class Vote:
     placements: tuple[Placement | None, ...] = ()
     group: str = ""
     spec: Spec | None = None
+    fused: Fused | None = None

@@ -22,6 +22,7 @@ class Contraction:
         summed: The dims summed over.
         free: The weight's dims that appear in the output.
         batch: The weight's dims that pair off with the activation's (stacked experts).
+        rows: The activation's dims that appear in the output.
         equation: The jaxpr equation, for its source line.
     """
 
@@ -29,6 +30,7 @@ class Contraction:
     summed: Dims
     free: Dims
     batch: Dims
+    rows: Dims
     equation: Any = dataclasses.field(repr=False)
 
 
@@ -178,6 +180,24 @@ class Option:
     pieces: tuple[tuple[int, int], ...] = ()
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Use:
+    """The products by a parameter that holds several projections: what it costs to take them apart.
+
+    Attributes:
+        inputs: Array dims of the parameter that the products sum over.
+        rows: Sizes of the activation's other dims, the batch first; () if the parameter is cut
+            before it is multiplied.
+        weight_bytes: Of the weight in the type it is multiplied in: one layer, all devices.
+        result_bytes: Of the result: one layer, all devices.
+    """
+
+    inputs: tuple[int, ...]
+    rows: tuple[int, ...]
+    weight_bytes: int
+    result_bytes: int
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
     """What the dataflow says about one parameter.
@@ -191,6 +211,7 @@ class Finding:
         units: See `Option`.
         classes: See `Option`.
         pieces: See `Option`.
+        use: For pieces that products put out: what taking them apart costs.
         group: Id of the group that is decided together; "" when whole.
         alternatives: What to take, in this order, if the group's units do not divide: for a stack
             of experts the dim inside each expert. All members of the group have as many, in the
@@ -206,6 +227,7 @@ class Finding:
     units: tuple[int, ...] = ()
     classes: tuple[int, ...] = ()
     pieces: tuple[tuple[int, int], ...] = ()
+    use: Use | None = None
     group: str = ""
     alternatives: tuple[Option, ...] = ()
     small: bool = False

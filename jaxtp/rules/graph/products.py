@@ -48,7 +48,8 @@ def multiply(
         # Learned queries meet their projection: either side may be the kernel, and both are told.
         for side, own, other in zip(sides, free, reversed(sides), strict=True):
             if other.kind is Kind.PARAMETER:
-                walk.facts.append(Contraction(side.path, summed, own, (), equation))
+                rows = free[1] if own is free[0] else free[0]
+                walk.facts.append(Contraction(side.path, summed, own, (), rows, equation))
         return walk.derive(aval, dims, sides, path="")
     weight = kinds.index(Kind.PARAMETER) if Kind.PARAMETER in kinds else None
     if weight is None or (batch and not sides[weight].path):
@@ -60,7 +61,7 @@ def multiply(
     path, value = sides[weight].path, sides[1 - weight]
     if value.one_hot:
         return _look_up(walk, equation, sides[weight], value, sum(summed, ()), free[weight], dims)
-    fact = Contraction(path, summed, free[weight], batch, equation)
+    fact = Contraction(path, summed, free[weight], batch, free[1 - weight], equation)
     walk.facts.append(fact)
     return walk.derive(aval, dims, sides, kernel=True, scores=False, product=fact)
 

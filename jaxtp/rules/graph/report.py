@@ -9,7 +9,7 @@ from typing import Any
 from jaxtp.errors import join
 from jaxtp.rules.graph.classes import Atom, Dim, classes_in, dim_size, resolve
 from jaxtp.rules.graph.evidence import EXPERT, SMALL, VOCAB, Evidence
-from jaxtp.rules.graph.facts import Contraction, Fact, Finding, Lookup, Offset, Option
+from jaxtp.rules.graph.facts import Contraction, Fact, Finding, Lookup, Offset, Option, Use
 from jaxtp.rules.graph.regions import Region, Regions
 from jaxtp.rules.graph.walk import where
 
@@ -52,6 +52,7 @@ class Reporter:
             units=option.units,
             classes=option.classes,
             pieces=option.pieces,
+            use=self._use(path, option) if option.pieces else None,
             group=region.name,
             alternatives=() if spare is None else (spare,),
             reasons=tuple(filter(None, self._split_reasons(path, region, option))),
@@ -96,6 +97,25 @@ class Reporter:
         if (offset := self._offsets.get(path)) is not None:
             return f"added to the output of {_quote([offset.product])}{self._at(offset.equation)}"
         return ""
+
+    def _use(self, path: str, option: Option) -> Use | None:
+        """What the products by a fused parameter move; None if they sum over the fused dim."""
+        dims, products = self._evidence.params[path], self._contractions(path)
+        fused = set(classes_in((dims[option.dim],)))
+        if not products or any(not fused.isdisjoint(classes_in(p.summed)) for p in products):
+            return None
+        whole = len(products) == 1 and resolve(dims[option.dim]) in map(resolve, products[0].free)
+        summed = [resolve(dim) for dim in products[0].summed]
+        operand, result = (
+            e.aval for e in (products[0].equation.invars[0], products[0].equation.outvars[0])
+        )
+        elements = sum(dim_size(sum(p.summed + p.free + p.batch, ())) for p in products)
+        return Use(
+            inputs=tuple(axis for axis, dim in enumerate(dims) if dim and resolve(dim) in summed),
+            rows=tuple(map(dim_size, products[0].rows)) if whole else (),
+            weight_bytes=elements * operand.dtype.itemsize,
+            result_bytes=result.size * result.dtype.itemsize,
+        )
 
     def _partners(self, region: Region) -> str:
         """Who stands at the other end of a region."""

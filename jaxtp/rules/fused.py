@@ -1,0 +1,106 @@
+"""Projections that lie one after another in one dim (q|k|v, gate|up): where to keep the array.
+
+Stage in: claims, and decisions that keep such arrays whole. Stage out: the decisions, each such
+array held in the way that moves least for the batch that was traced.
+
+Every device needs its share of every projection, and a plain cut of the dim gives it all of one.
+So something moves at each use, by constraints that `jaxtp.parallelize` places, and in the backward
+pass it moves back. The parameter keeps its published form in each of three ways:
+
+- whole: forward nothing moves, backward the pieces' gradients are gathered;
+- on a dim that the product sums over: the weight is exchanged for shares of each piece;
+- cut as it lies: the product is cut the same way, and its result is exchanged.
+
+Which is cheapest is a matter of tokens: a weight is as large for one as for a million.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from jaxtp.mesh.axes import MeshShape
+from jaxtp.mesh.links import wire_bytes
+from jaxtp.plan import ParamDecision
+from jaxtp.rules.resolve import Claim
+from jaxtp.rules.roles import Fused
+from jaxtp.trees import Spec
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Way:
+    """One way to hold a fused array.
+
+    Attributes:
+        what: It, in words.
+        spec: Where the array's dims go.
+        wire: Bytes that one device sends for it in the forward and backward pass of one layer.
+        held: Bytes of the array on one device, all layers.
+    """
+
+    what: str
+    spec: Spec
+    wire: float
+    held: int
+
+    def __str__(self) -> str:
+        return f"{self.what} {self.wire / 1e6:,.2f} MB on the wire and {self.held / 1e6:,.2f} held"
+
+
+def hold(
+    claims: Sequence[Claim], decisions: Sequence[ParamDecision], mesh: MeshShape, policy: str
+) -> tuple[ParamDecision, ...]:
+    """The decisions with every fused array in its cheapest way; among equals, the smallest.
+
+    Args:
+        claims: One per parameter.
+        decisions: One per claim, fused arrays whole.
+        mesh: The plan's mesh shape.
+        policy: As in `fallback.fit`; only "factor" takes less than the whole tensor axis.
+    """
+    held: list[ParamDecision] = []
+    for claim, decision in zip(claims, decisions, strict=True):
+        fused = claim.vote.fused
+        axes = mesh.fit(fused.units) if fused else ()
+        if fused and axes and (policy == "factor" or axes == mesh.tp):
+            decision = _cheapest(decision, list(_ways(decision, fused, axes, mesh)), mesh)
+        held.append(decision)
+    return tuple(held)
+
+
+def _cheapest(decision: ParamDecision, ways: Sequence[Way], mesh: MeshShape) -> ParamDecision:
+    best = min(ways, key=lambda way: (way.wire, way.held))
+    prices = "; ".join(map(str, ways))
+    reason = f"{best.what}, the cheapest per device for a layer forward and backward: {prices}"
+    changes = {} if best.what == "whole" else {"fallback": ""}
+    return decision.revise(best.spec, reason, **changes)
+
+
+def _ways(
+    decision: ParamDecision, fused: Fused, axes: tuple[str, ...], mesh: MeshShape
+) -> Iterator[Way]:
+    """The ways there are, by the ring formulas of `wire_bytes`; each collective runs twice.
+
+    Except for whole, whose forward pass is free. An exchange is an all-to-all of what one device
+    holds. A result takes two, the second from a dim of the batch or of positions that both cuts
+    can do without; where no such dim divides it is gathered, which few tokens can afford.
+    """
+    shape, use, size = decision.shape, fused.use, mesh.ways(axes)
+    share = decision.num_bytes // size
+
+    def on(dim: int) -> Spec:
+        return tuple(axes if d == dim else () for d in range(len(shape)))
+
+    yield Way("whole", on(-1), wire_bytes("all-gather", use.weight_bytes, size), size * share)
+    inputs = [dim for dim in use.inputs if shape[dim] % size == 0]
+    if inputs:
+        dim = max(inputs, key=shape.__getitem__)
+        wire = 2 * wire_bytes("all-to-all", use.weight_bytes / size, size)
+        yield Way(f"on dim {dim}", on(dim), wire, share)
+    if use.rows:
+        batch, *others = use.rows
+        replicas = mesh.ways(mesh.batch)
+        result = use.result_bytes / replicas
+        if batch % (replicas * size) == 0 or any(rows % size == 0 for rows in others):
+            wire = 2 * 2 * wire_bytes("all-to-all", result / size, size)
+        else:
+            wire = 2 * wire_bytes("all-gather", result, size)
+        yield Way("cut as it lies", on(fused.dim), wire, share)

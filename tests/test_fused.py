@@ -1,0 +1,213 @@
+"""q|k|v and gate|up in one array: three ways to hold it, priced, and what the programs move."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxtp
+from jaxtp.mesh.build import abstract_mesh
+from jaxtp.parallelize import parallelize
+from jaxtp.xla.preflight import preflight
+
+HEADS = 8
+
+
+def heads(x, n=HEADS):
+    return x.reshape(*x.shape[:2], n, -1)
+
+
+def by_split(p, x):
+    """GPT-2 and most others."""
+    return map(heads, jnp.split(x @ p["qkv"] + p["bias"][None, None], 3, -1))
+
+
+def by_slices(p, x):
+    """Of the result."""
+    y, n = x @ p["qkv"], p["qkv"].shape[1] // 3
+    return (heads(y[..., i * n : (i + 1) * n]) for i in range(3))
+
+
+def by_index(p, x):
+    """The thirds become a dim of their own."""
+    y = (x @ p["qkv"]).reshape(*x.shape[:2], 3, HEADS, -1)
+    return (y[:, :, i] for i in range(3))
+
+
+def by_unpacking(p, x):
+    """As vision models do it, with the thirds in front."""
+    q, k, v = (
+        (x @ p["qkv"] + p["bias"][None, None])
+        .reshape(*x.shape[:2], 3, HEADS, -1)
+        .transpose(2, 0, 3, 1, 4)
+    )
+    return (a.swapaxes(1, 2) for a in (q, k, v))
+
+
+def by_weight(p, x):
+    """The weight is cut before it is multiplied."""
+    return (heads(x @ w) for w in jnp.split(p["qkv"], 3, -1))
+
+
+def grouped(p, x):
+    """F3: eight query heads, four of keys and of values."""
+    y = heads(x @ p["qkv"], 16)
+    k, v = (jnp.repeat(a, 2, 2) for a in (y[:, :, 8:12], y[:, :, 12:]))
+    return y[:, :, :8], k, v
+
+
+def apart(p, x):
+    """What a fused kernel is compared with."""
+    return (heads(x @ p[name]) for name in "qkv")
+
+
+def norm(x):
+    return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-5)
+
+
+def block(take, p, x):
+    """Attention by `take`, then an MLP with gate and up in one kernel, or apart."""
+    q, k, v = take(p, norm(x))
+    scores = jnp.einsum("bthd,bshd->bhts", q, k).astype(jnp.float32) / q.shape[-1] ** 0.5
+    probs = jax.nn.softmax(scores, -1).astype(x.dtype)
+    x = x + jnp.einsum("bhts,bshd->bthd", probs, v).reshape(*x.shape[:2], -1) @ p["o"]
+    h = norm(x)
+    gate, up = (
+        jnp.split(h @ p["gate_up"], 2, -1) if "gate_up" in p else (h @ p["gate"], h @ p["up"])
+    )
+    return x + (jax.nn.silu(gate) * up) @ p["down"]
+
+
+def shapes(take, width, inner=0):
+    inner = inner or 4 * width
+    qkv = 2 * width if take is grouped else 3 * width
+    sizes = {"qkv": (width, qkv), "bias": (qkv,), "gate_up": (width, 2 * inner)}
+    if take is apart:
+        sizes = dict.fromkeys("qkv", (width, width)) | dict.fromkeys(("gate", "up"), (width, inner))
+    sizes |= {"o": (width, width), "down": (inner, width)}
+    return {name: jax.ShapeDtypeStruct(size, jnp.bfloat16) for name, size in sizes.items()}
+
+
+def planned(take, width, tokens, mesh, dtype=jnp.bfloat16):
+    fn, params = functools.partial(block, take), shapes(take, width)
+    x = jax.ShapeDtypeStruct((*tokens, width), dtype)
+    return fn, params, x, jaxtp.make_plan(params, mesh, fn=fn, inputs=(x,))
+
+
+ON_INPUT, AS_IT_LIES, WHOLE = P("tp"), P(None, "tp"), P()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "mesh", "want"),
+    [
+        ((8, 64), {"tp": 8}, ON_INPUT),  # many tokens for a width of 128
+        ((8, 7), {"tp": 8}, AS_IT_LIES),
+        ((8, 64), {"tp": 8, "dp": 16}, AS_IT_LIES),  # few on each of 16 replicas
+        ((1, 1), {"tp": 8}, AS_IT_LIES),
+        ((3, 13), {"tp": 8}, ON_INPUT),  # few, but no dim of theirs divides: gathered
+    ],
+)
+def test_the_batch_decides_how_a_fused_kernel_is_held(tokens, mesh, want):
+    *_, plan = planned(by_split, 128, tokens, mesh)
+    assert plan["qkv"].partition_spec == plan["gate_up"].partition_spec == want
+    assert plan["bias"].partition_spec == WHOLE
+    assert not plan["qkv"].fallback
+
+
+def test_a_width_that_does_not_divide_leaves_two_ways():
+    *_, plan = planned(by_split, 8 * 9, (64, 64), {"tp": 16})
+    assert plan["gate_up"].partition_spec == WHOLE
+    *_, plan = planned(by_split, 8 * 9, (16, 2), {"tp": 16})
+    assert plan["gate_up"].partition_spec == P(None, ("tp_0", "tp_1"))
+
+
+def test_the_reason_prices_all_three():
+    *_, plan = planned(by_split, 1024, (8, 512), {"tp": 8})
+    weight, result = 1024 * 3072 * 2, 8 * 512 * 3072 * 2
+    wire = [7 / 8 * weight, 2 * 7 / 64 * weight, 4 * 7 / 64 * result]
+    held = [weight, weight / 8, weight / 8]
+    said = [
+        f"{w / 1e6:.2f} MB on the wire and {h / 1e6:.2f} held"
+        for w, h in zip(wire, held, strict=True)
+    ]
+    assert plan["qkv"].reasons[-1] == (
+        "on dim 0, the cheapest per device for a layer forward and backward: "
+        f"whole {said[0]}; on dim 0 {said[1]}; cut as it lies {said[2]}"
+    )
+    assert plan["qkv"].num_bytes == weight
+
+
+def test_key_heads_that_do_not_divide_narrow_every_piece():
+    *_, plan = planned(grouped, 128, (8, 64), {"tp": 8})
+    assert plan["qkv"].partition_spec == P("tp_0")
+    assert plan["o"].partition_spec == P(("tp_0", "tp_1"))
+
+
+def test_without_a_batch_and_when_overruled_nothing_is_chosen():
+    fn, params, x, _ = planned(by_split, 128, (8, 64), {"tp": 8})
+    assert jaxtp.make_plan(params, {"tp": 8})["qkv"].partition_spec == WHOLE
+    given = {"qkv": P(None, "tp")}
+    plan = jaxtp.make_plan(params, {"tp": 8}, fn=fn, inputs=(x,), overrides=given)
+    assert plan["qkv"].partition_spec == AS_IT_LIES
+
+
+@pytest.mark.parametrize(
+    ("take", "tokens", "sequence_parallel"),
+    [
+        (by_split, (4, 16), False),
+        (by_slices, (2, 4), True),
+        (by_unpacking, (1, 8), False),
+        (by_weight, (4, 16), True),
+        (grouped, (1, 1), False),
+    ],
+)
+def test_every_way_gives_the_same_numbers(take, tokens, sequence_parallel):
+    mesh = jaxtp.make_mesh(tp=8)
+    fn, params, x, plan = planned(take, 32, tokens, mesh, jnp.float32)
+    keys = iter(jax.random.split(jax.random.key(0), len(params) + 1))
+    params = {n: jax.random.normal(next(keys), p.shape) / 6 for n, p in params.items()}
+    x = jax.random.normal(next(keys), x.shape)
+
+    def loss(fn):
+        return jax.jit(jax.value_and_grad(lambda p: (fn(p, x) ** 2).mean()))
+
+    plan = dataclasses.replace(plan, sequence_parallel=sequence_parallel)
+    got = loss(parallelize(fn, plan, mesh))(jaxtp.shard(params, mesh, plan=plan))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(loss(fn)(params)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+
+
+def compiled(take, tokens, width=256):
+    """The GPU program of gradients on 8 H100."""
+    fn, params, x, plan = planned(take, width, tokens, {"tp": 8})
+    mesh = abstract_mesh(plan.mesh)
+    places = {n: NamedSharding(mesh, plan[n].partition_spec) for n in params}
+    placed = {
+        n: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=places[n]) for n, p in params.items()
+    }
+    x = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P()))
+    fn = parallelize(fn, plan, mesh)
+    step = jax.jit(
+        jax.grad(lambda p, x: (fn(p, x).astype(jnp.float32) ** 2).sum()), out_shardings=places
+    )
+    return preflight(step, (placed, x), target="h100:1x8", tensor_axes=plan.mesh.tp)
+
+
+@pytest.mark.parametrize(
+    ("take", "tokens"), [(by_unpacking, (8, 64)), (by_weight, (8, 64)), (by_index, (8, 8))]
+)
+def test_the_gpu_program_moves_the_floor_and_what_the_reason_says(take, tokens):
+    report, best = compiled(take, tokens), compiled(apart, tokens)
+    width, rows = 256, tokens[0] * tokens[1]
+    exchanged = min(2 * width, 4 * rows) * (3 + 8) * width * 2 * 7 / 64
+    bias = 7 / 8 * 3 * width * 2
+    assert 0 <= report.wire_bytes - best.wire_bytes - exchanged <= bias
+    # The products themselves are split.
+    assert report.flops_per_device == pytest.approx(best.flops_per_device, rel=0.01)
+    # Attention and MLP, forward and backward, but for the gradient of x, which nobody asks for.
+    assert best.wire_bytes == pytest.approx(3 * 2 * 7 / 8 * rows * width * 2, rel=0.01)
