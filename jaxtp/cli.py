@@ -8,16 +8,18 @@ import dataclasses
 import json
 import sys
 from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
 from typing import Annotated
 
 import tyro
 from rich.console import Console
 
-from jaxtp.config import Communication
-from jaxtp.errors import JaxtpError, page
+from jaxtp.config import Communication, Config, load
+from jaxtp.errors import BadUsage, JaxtpError, page
 from jaxtp.listing import load_tree
 from jaxtp.plan import Plan
 from jaxtp.planner import make_plan
+from jaxtp.train.paper import preflight_config
 from jaxtp.train.preset import StepOptions, preflight_preset
 from jaxtp.view import see_tp_plan
 from jaxtp.xla.options import compile_options
@@ -78,6 +80,7 @@ Options = Annotated[PlanOptions, tyro.conf.arg(name="")]
 JSON = tyro.conf.arg(name="json")
 DEFAULTS = PlanOptions()
 AS_USUAL = Communication()
+USUAL_STEP = (StepOptions(model=""), AS_USUAL)
 
 
 @app.command
@@ -138,8 +141,10 @@ def view(tree: Tree, page: str = "tp_plan.html", options: Options = DEFAULTS) ->
 
 @app.command
 def preflight(
-    model: str,
-    target: str = "h100:1x8",
+    config: Tree = "",
+    *,
+    model: str = "",
+    target: str = "",
     tp: int = 8,
     batch: int = 8,
     seq: int = 2048,
@@ -153,11 +158,14 @@ def preflight(
     html: str = "",
     time_limit: float = 900.0,
 ) -> None:
-    """Compile a preset's train step for GPUs that are not there, and say what it will do.
+    """Compile a train step for GPUs that are not there, and say what it will do.
+
+    The step is that of a config file, as `scripts/train.py` would run it, or that of a preset.
 
     Args:
+        config: A config file, JSON or TOML. It says all about the run; sizes below are for presets.
         model: A preset, such as llama3-70b.
-        target: KIND:HOSTSxGPUS or KIND:SLICESxHOSTSxGPUS.
+        target: KIND:HOSTSxGPUS or KIND:SLICESxHOSTSxGPUS; by default the file's, or h100:1x8.
         tp: Devices along the tensor axis; what is left is dp.
         batch: Sequences of the global batch.
         seq: Tokens of one sequence.
@@ -185,20 +193,38 @@ def preflight(
         overlap=communication.overlap,
         donate=communication.donate,
     )
-    options = compile_options(
-        overlap=communication.overlap, gradient_fusion=communication.gradient_fusion
-    )
-    with _progress(f"compiling {model} for {target}") as show:
-        plan, report = preflight_preset(
-            settings,
-            target,
-            compiler_options=options,
-            time_limit=time_limit,
-            on_progress=show,
+    if bool(config) == bool(model) or (config and (settings, communication) != USUAL_STEP):
+        raise BadUsage(
+            "a preset with its sizes, or a config file that has them",
+            fix="jaxtp preflight CONFIG --target TARGET, or jaxtp preflight --model MODEL --tp 8",
         )
+    with _progress(f"compiling {config or model}") as show:
+        if config:
+            run = _read(config, target)
+            plan, report = preflight_config(run, time_limit=time_limit, on_progress=show)
+        else:
+            plan, report = preflight_preset(
+                settings,
+                target or "h100:1x8",
+                compiler_options=compile_options(
+                    overlap=communication.overlap, gradient_fusion=communication.gradient_fusion
+                ),
+                time_limit=time_limit,
+                on_progress=show,
+            )
     if html:
         see_tp_plan(plan, html, report=report)
+    if plan.stages and not as_json:
+        print(f"stages        {plan.stages}")
     print(report.to_json() if as_json else report)
+
+
+def _read(path: str, target: str) -> Config:
+    """The settings in a file, for the target if one is given; says what became of foreign keys."""
+    config, lines = load(Path(path))
+    for line in lines:
+        print(f"{Path(path).name}: {line}", file=sys.stderr)
+    return dataclasses.replace(config, target=target or config.target or "h100:1x8")
 
 
 @contextlib.contextmanager

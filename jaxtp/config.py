@@ -59,6 +59,27 @@ class Batch:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Pipeline:
+    """How layers and micro-batches go through the `mesh.pp` stages."""
+
+    __pydantic_config__: Strict = STRICT
+
+    rounds: int = 1
+    """How often a micro-batch goes around the stages: 1 is GPipe, more is the circular, interleaved
+    schedule, which idles that many times less and sends that many times more."""
+
+    micro_batches: int = 0
+    """Pieces of the batch that follow each other; 0 takes `batch.accumulation`, or as many as there
+    are stages where that is 1."""
+
+    allow_heterogeneous: bool = False
+    """Let stages be of different kinds of GPU, such as `target` `a100-80:1x8+h100:1x8`."""
+
+    load_balance: Literal["even", "compute_first", "memory_first"] = "even"
+    """Layers of stages of different kinds: alike, or in proportion to their FLOP/s or memory."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Zero:
     """What is sharded over the fsdp axis, and where optimizer state lives."""
 
@@ -246,6 +267,7 @@ class Config:
 
     mesh: Mesh = Mesh()
     batch: Batch = Batch(size=16)
+    pipeline: Pipeline = Pipeline()
     zero: Zero = Zero()
     tensor: Tensor = Tensor()
     communication: Communication = Communication()
@@ -257,7 +279,8 @@ class Config:
 
 AT_LEAST: Mapping[str, float] = {
     "seq_len": 1, "steps": 1, "seed": 0, "mesh.tp": 1, "mesh.pp": 1, "batch.size": 0,
-    "batch.micro_size": 0, "batch.accumulation": 1, "communication.gradient_fusion": 0,
+    "batch.micro_size": 0, "batch.accumulation": 1, "pipeline.rounds": 1,
+    "pipeline.micro_batches": 0, "communication.gradient_fusion": 0,
     "precision.loss_scale": 0, "precision.loss_scale_window": 1, "optimizer.learning_rate": 0,
     "optimizer.warmup_steps": 0, "optimizer.end_share": 0, "optimizer.clip": 0,
     "optimizer.weight_decay": 0, "run.eval_every": 1, "run.eval_windows": 1,

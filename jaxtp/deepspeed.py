@@ -92,6 +92,14 @@ def _num_bytes(value: Any) -> Settings:
     return {"communication.gradient_fusion": int(float(match[1]) * 1024 ** units[match[2]])}
 
 
+def _load_balance(value: Mapping[str, Any]) -> Settings:
+    fields = dict(value)
+    is_on, strategy = fields.pop("enabled", True), fields.pop("strategy", "COMPUTE_FIRST")
+    # Whoever checks names and types will find what is left.
+    rest = {f"load_balance.{key}": left for key, left in fields.items()}
+    return {"pipeline.load_balance": str(strategy).lower() if is_on else "even", **rest}
+
+
 def _betas(value: list[Any]) -> Settings:
     return {f"optimizer.options.b{i}": beta for i, beta in enumerate(value, 1)}
 
@@ -119,7 +127,7 @@ _SCALING = _instead("loss scaling starts at 2**15, halves on overflow and never 
 _METRICS = _instead("metrics.jsonl holds one object a step")
 _PROFILE = _instead("--run.profile traces a few steps and prints the longest operations")
 _GIVEN = _instead("the section is on because it is there")
-_PP_LATER = _not("stages of unequal devices need pipeline parallelism, which is not built yet")
+_BOUNDARY = _instead("stage boundaries lie as --zero.partition_activations says")
 
 TABLE: Mapping[str, Key] = {
     "train_batch_size": _to("batch.size", int),
@@ -150,8 +158,8 @@ TABLE: Mapping[str, Key] = {
     ),
     "pipeline_parallel.enabled": _GIVEN,
     "pipeline_parallel.pp_size": _to("mesh.pp", int),
-    "allow_heterogeneous": _PP_LATER,
-    "load_balance": _PP_LATER,
+    "allow_heterogeneous": _to("pipeline.allow_heterogeneous", bool),
+    "load_balance": _as("--pipeline.load_balance", dict, _load_balance),
     "zero_optimization.stage": _to("zero.stage", int),
     "zero_optimization.partition_activations": _to("zero.partition_activations", bool),
     "zero_optimization.offload_optimizer.device": _to("zero.offload_optimizer", str),
@@ -251,7 +259,12 @@ TABLE: Mapping[str, Key] = {
     "curriculum_learning": _not("prepare the data before the run"),
     "progressive_layer_drop": _not("every layer runs"),
     "eigenvalue": _not("jaxtp does not compress models"),
-    "pipeline": _not("say pipeline_parallel.pp_size; stages follow the layers"),
+    "pipeline.stages": _to("mesh.pp", int),
+    "pipeline.partition": _instead("layers are dealt out by --pipeline.load_balance"),
+    "pipeline.seed_layers": _instead("--seed makes every parameter"),
+    "pipeline.activation_checkpoint_interval": _instead("--remat works layer by layer"),
+    "pipeline.pipe_partitioned": _BOUNDARY,
+    "pipeline.grad_partitioned": _BOUNDARY,
     "aio": _not("nothing is offloaded to disks"),
     "hybrid_engine": _not("this is for training only"),
 }

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from jaxtp.config import Batch, Config, Mesh, check_ranges
 from jaxtp.errors import BadConfig, BadMesh, SizeMismatch, join
+from jaxtp.stages import check_micro_batches
 
 
 def resolve(config: Config, num_devices: int) -> Config:
@@ -21,11 +22,13 @@ def resolve(config: Config, num_devices: int) -> Config:
 
     Returns:
         A config whose mesh sizes multiply to `num_devices`, whose `zero.stage` is a number, and
-        whose batch.size = micro_size x accumulation x dp x fsdp.
+        whose batch.size = micro_size x accumulation x dp x fsdp. With stages the accumulation is
+        the number of micro-batches that go through them.
 
     Raises:
         BadMesh: TP010, if the sizes of the axes do not multiply to the devices.
         SizeMismatch: TP003, if the batch does not divide.
+        BadStages: TP074, if stages and micro-batches do not go together.
         BadConfig: TP020, if settings are out of range or contradict each other.
     """
     check_ranges(config)
@@ -41,12 +44,37 @@ def resolve(config: Config, num_devices: int) -> Config:
             where="seq_len",
             fix=f"seq_len of {join(n for n in near if n % mesh.tp == 0)}",
         )
+    micro_batches = _micro_batches(config, mesh.pp)
+    # What accumulates without stages follows each other through them.
+    accumulation = micro_batches or config.batch.accumulation
+    batch = dataclasses.replace(config.batch, accumulation=accumulation)
     return dataclasses.replace(
         config,
         mesh=mesh,
         zero=dataclasses.replace(zero, stage=stage),
-        batch=_fill_batch(config.batch, mesh.dp * mesh.fsdp),
+        batch=_fill_batch(batch, mesh.dp * mesh.fsdp),
+        pipeline=dataclasses.replace(config.pipeline, micro_batches=micro_batches),
     )
+
+
+def _micro_batches(config: Config, num_stages: int) -> int:
+    """Micro-batches of a pipeline, which are those of accumulation; 0 without stages."""
+    pipeline, accumulation = config.pipeline, config.batch.accumulation
+    if num_stages == 1:
+        if pipeline.rounds > 1 or pipeline.micro_batches:
+            raise BadConfig(
+                "there are no stages", where="pipeline", fix="mesh.pp of 2 or more, or no pipeline"
+            )
+        return 0
+    if pipeline.micro_batches not in (0, accumulation) and accumulation > 1:
+        raise BadConfig(
+            f"{pipeline.micro_batches} micro-batches, but batch.accumulation is {accumulation}",
+            where="pipeline.micro_batches",
+            fix="give one of them: a pipeline's micro-batches are what it accumulates",
+        )
+    count = pipeline.micro_batches or (accumulation if accumulation > 1 else num_stages)
+    check_micro_batches(count, num_stages, pipeline.rounds)
+    return count
 
 
 def is_sequence_parallel(config: Config) -> bool:

@@ -128,7 +128,7 @@ class Stages:
                 where="pp",
                 fix=f"rounds of {join(legal)}" if legal else f"at most pp={num_layers}",
             )
-        _check_micro_batches(micro_batches, num_stages, num_rounds)
+        check_micro_batches(micro_batches, num_stages, num_rounds)
         counts = [1] * num_chunks
         for _ in range(num_layers - num_chunks):
             chunk = min(range(num_chunks), key=lambda c: (counts[c] + 1) / shares[c % num_stages])
@@ -138,7 +138,13 @@ class Stages:
         return cls(layers=layers, micro_batches=micro_batches)
 
 
-def _check_micro_batches(micro_batches: int, num_stages: int, num_rounds: int) -> None:
+def check_micro_batches(micro_batches: int, num_stages: int, num_rounds: int) -> None:
+    """Refuses what would leave a stage without work or wait for ever.
+
+    Raises:
+        BadStages: TP074, with fewer micro-batches than stages, or several rounds and micro-batches
+            that are no multiple of the stages.
+    """
     if micro_batches >= num_stages and (num_rounds == 1 or micro_batches % num_stages == 0):
         return
     need = "at least as many" if num_rounds == 1 else f"a multiple, for {num_rounds} rounds"

@@ -8,9 +8,9 @@ import pytest
 import tyro
 from test_surface import check_golden
 
-from jaxtp.config import Batch, Config, Mesh, Zero, load, parse, settings
+from jaxtp.config import Batch, Config, Mesh, Pipeline, Zero, load, parse, settings
 from jaxtp.deepspeed import TABLE
-from jaxtp.errors import BadConfig, BadMesh, SizeMismatch
+from jaxtp.errors import BadConfig, BadMesh, BadStages, SizeMismatch
 from jaxtp.sizes import resolve
 
 # The file of DeepSpeed's and AutoTP's users, key by key.
@@ -46,6 +46,8 @@ def test_example_file_is_read_key_by_key():
     resolved = resolve(config, 64)
     assert resolved.mesh == Mesh(tp=8, pp=2, dp=1, fsdp=4)
     assert resolved.batch == Batch(size=1024, micro_size=64, accumulation=4)
+    # What accumulates follows each other through the stages.
+    assert resolved.pipeline == Pipeline(micro_batches=4)
 
 
 def test_both_spellings_and_both_formats_meet():
@@ -104,7 +106,9 @@ def test_files_are_read_by_their_ending(tmp_path):
         ('{"tensor_parallel": {"communication": {"fusion_threshold": "1 XB"}}}', "XB"),
         ('{"tensor_parallel": {"communication": {"overlap": "MAX"}}}', "'off', 'auto' or 'aggr"),
         ('{"sparse_gradients": true}', "sparse_gradients: has no meaning here\n  fix: JAX grad"),
-        ('{"allow_heterogeneous": true}', "allow_heterogeneous: has no meaning"),
+        ('{"pipeline": {"partition_method": "best"}}', r"pipeline\.partition_method: unknown key"),
+        ('{"load_balance": {"strategy": "RANDOM"}}', "TP020 at load_balance: .*'compute_first'"),
+        ('{"load_balance": {"kind": "MEMORY_FIRST"}}', "TP020 at load_balance.*: unknown key"),
         ('{"optimizer": {"clip": NaN}}', "TP020: NaN is not JSON"),
         ('{"steps": 1, "steps": 2}', "TP020 at steps: the key is given twice"),
         ("[1]", "a list is not settings"),
@@ -144,6 +148,24 @@ def test_optimizer_keys(section, expected):
 
 
 @pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        ({"load_balance": {"enabled": True, "strategy": "MEMORY_FIRST"}}, "memory_first"),
+        ({"load_balance": {"enabled": True}}, "compute_first"),
+        ({"load_balance": {"enabled": False, "strategy": "MEMORY_FIRST"}}, "even"),
+        ({"pipeline": {"load_balance": "memory_first"}}, "memory_first"),
+        ({"pipeline": {"stages": 2, "partition": "best"}, "allow_heterogeneous": True}, "even"),
+    ],
+)
+def test_stages_in_both_spellings(section, expected):
+    config, lines = parse(json.dumps(section))
+    assert config.pipeline.load_balance == expected
+    assert config.pipeline.allow_heterogeneous == ("allow_heterogeneous" in section)
+    assert config.mesh.pp == (2 if "stages" in section.get("pipeline", {}) else 1)
+    assert ("load_balance" in section) == ("load_balance" in [line.key for line in lines])
+
+
+@pytest.mark.parametrize(
     ("section", "key"),
     [
         ({"sparse_gradients": False}, "sparse_gradients"),
@@ -160,7 +182,7 @@ def test_keys_that_are_off_or_replaced_leave_one_line(section, key):
 
 
 def test_every_row_of_the_table_leads_to_settings_that_exist():
-    samples = {int: 1, float: 1.0, bool: True, str: "adam", list: [1, 2]}
+    samples = {int: 1, float: 1.0, bool: True, str: "adam", list: [1, 2], dict: {}}
     names = set(settings())
     for key, row in TABLE.items():
         assert row.text, key
@@ -218,6 +240,35 @@ def test_stage_follows_the_mesh():
             "cuts 100 tokens 8 ways\n  fix: seq_len of 96, 104",
         ),
         (Config(steps=0), BadConfig, "TP020 at steps: is 0"),
+        (
+            Config(mesh=Mesh(pp=4), batch=Batch(size=24, accumulation=3)),
+            BadStages,
+            r"3 micro-batches for 4 stages in 1 rounds.*\n  fix: micro_batches of 4",
+        ),
+        (
+            Config(mesh=Mesh(pp=4), pipeline=Pipeline(rounds=2, micro_batches=6)),
+            BadStages,
+            r"6 micro-batches for 4 stages in 2 rounds; .* multiple.*\n.* of 4, 8",
+        ),
+        (
+            Config(mesh=Mesh(pp=2), batch=Batch(size=12)),
+            SizeMismatch,
+            r"12 does not divide by accumulation 2 x 4 data.*\n  fix: batch.size=8, batch.size=16",
+        ),
+        (
+            Config(
+                mesh=Mesh(pp=2),
+                batch=Batch(size=64, accumulation=4),
+                pipeline=Pipeline(micro_batches=8),
+            ),
+            BadConfig,
+            r"at pipeline.micro_batches: 8 micro-batches, but batch.accumulation is 4",
+        ),
+        (
+            Config(pipeline=Pipeline(rounds=2)),
+            BadConfig,
+            "TP020 at pipeline: there are no stages\n  fix: mesh.pp of 2",
+        ),
     ],
 )
 def test_sizes_are_checked_with_numbers_that_would_work(config, error, message):
@@ -229,6 +280,9 @@ def test_batch_follows_from_micro_batches():
     config = Config(batch=Batch(micro_size=2, accumulation=3), mesh=Mesh(tp=2))
     assert resolve(config, 8).batch == Batch(size=24, micro_size=2, accumulation=3)
     assert resolve(resolve(config, 8), 8) == resolve(config, 8)
+    staged = Config(mesh=Mesh(pp=4), batch=Batch(micro_size=1))
+    assert resolve(staged, 8).batch == Batch(size=8, micro_size=1, accumulation=4)
+    assert resolve(resolve(staged, 8), 8) == resolve(staged, 8)
 
 
 def test_every_setting_is_a_flag_with_help(capsys):

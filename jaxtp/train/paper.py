@@ -8,6 +8,7 @@ import dataclasses
 import json
 import math
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -25,22 +26,28 @@ from jaxtp.mesh.topology import Target
 from jaxtp.plan import Plan
 from jaxtp.sizes import resolve
 from jaxtp.state import slots
-from jaxtp.train.language import NextToken
 from jaxtp.train.optimizer import build_optimizer
-from jaxtp.train.setup import axis_sizes, model_of, plan_of
-from jaxtp.train.update import TrainState, init_state, make_update
+from jaxtp.train.preset import model_flops
+from jaxtp.train.setup import axis_sizes, model_of, plan_of, update_of
+from jaxtp.train.update import TrainState, init_state
 from jaxtp.trees import itemsize, leaves
 from jaxtp.xla.options import compile_options
 from jaxtp.xla.preflight import preflight
 from jaxtp.xla.report import Report
 
 
-def preflight_config(config: Config, *, time_limit: float = 900.0) -> tuple[Plan, Report]:
+def preflight_config(
+    config: Config,
+    *,
+    time_limit: float = 900.0,
+    on_progress: Callable[[float], None] = lambda _: None,
+) -> tuple[Plan, Report]:
     """The plan and the compiled step of a run on `config.target`.
 
     Args:
         config: Settings; `target` says for which machine, e.g. `h100:8x8`.
         time_limit: Seconds that the compiler may take.
+        on_progress: Called a few times a second with the seconds so far.
 
     Raises:
         BadTarget: TP116, without a target.
@@ -64,7 +71,11 @@ def preflight_config(config: Config, *, time_limit: float = 900.0) -> tuple[Plan
             gradient_fusion=config.communication.gradient_fusion,
         ),
         tensor_axes=plan.mesh.tp,
+        model_flops=model_flops(
+            model, plan, tokens=config.batch.size * config.seq_len, seq=config.seq_len
+        ),
         time_limit=time_limit,
+        on_progress=on_progress,
     )
     return plan, report
 
@@ -80,17 +91,8 @@ def abstract_step(mesh: Mesh, settings: str) -> tuple[Any, tuple[Any, ...]]:
     model = model_of(config)
     plan = plan_of(config, model, mesh)
     own_mesh = plan_mesh(mesh, plan.mesh)
-    tx, schedule = build_optimizer(config.optimizer, config.steps)
     state = shard(abstract_state(config, model), mesh, plan=plan)
-    update = make_update(
-        NextToken(nnx.split(models.abstract(model))[0]),
-        tx,
-        schedule,
-        plan,
-        mesh,
-        num_micro=config.batch.accumulation,
-        precision=config.precision,
-    )
+    update = update_of(config, model, plan, mesh)
 
     def step(state: TrainState, batch: Any) -> Any:
         with use_plan(plan, own_mesh):

@@ -21,7 +21,7 @@ from jaxtp.cost import matmul_params, train_flops
 from jaxtp.errors import SizeMismatch
 from jaxtp.mesh.build import plan_mesh
 from jaxtp.mesh.topology import Target
-from jaxtp.models import abstract, config_of
+from jaxtp.models import Config, abstract, config_of
 from jaxtp.models.layers import cross_entropy
 from jaxtp.plan import Plan
 from jaxtp.planner import make_plan
@@ -133,19 +133,11 @@ def preflight_preset(
             fix=f"tp divides {devices}, and the batch is a multiple of {devices}/tp",
         )
     mesh = {"dp": devices // tp, "tp": tp}
-    model, plan = preset_plan(mesh, options)
+    _, plan = preset_plan(mesh, options)
     config = config_of(options.model)
-    head_dim = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
     layers = options.layers or config.num_hidden_layers
+    config = dataclasses.replace(config, num_hidden_layers=layers)
     tokens = options.batch * options.seq
-    flops = train_flops(
-        matmul_params=matmul_params(plan, tied=not hasattr(model, "lm_head")),
-        tokens=tokens,
-        layers=layers,
-        heads=config.num_attention_heads,
-        head_dim=head_dim,
-        seq=options.seq,
-    )
     message = tokens // mesh["dp"] * config.hidden_size * jnp.dtype(config.dtype).itemsize
     has_vocab = any(
         d.role is Role.VOCAB and d.dim_on(plan.mesh.tp) is not None for d in plan.decisions
@@ -164,11 +156,30 @@ def preflight_preset(
             ends=has_vocab,
             sequence_parallel=options.sequence_parallel,
         ),
-        model_flops=flops.full,
+        model_flops=model_flops(config, plan, tokens=tokens, seq=options.seq),
         time_limit=time_limit,
         on_progress=on_progress,
     )
     return plan, report
+
+
+def model_flops(config: Config, plan: Plan, *, tokens: int, seq: int) -> float:
+    """FLOPs of one step of a model, recomputation left out and attention counted in full.
+
+    Args:
+        config: The model.
+        plan: Its plan.
+        tokens: Tokens of the global batch.
+        seq: Tokens of one sequence.
+    """
+    return train_flops(
+        matmul_params=matmul_params(plan, tied="lm_head/kernel" not in plan.params),
+        tokens=tokens,
+        layers=config.num_hidden_layers,
+        heads=config.num_attention_heads,
+        head_dim=config.head_dim,
+        seq=seq,
+    ).full
 
 
 def preset_step(mesh: Mesh, **settings: Any) -> tuple[Any, tuple[Any, ...]]:

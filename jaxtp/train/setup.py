@@ -21,11 +21,12 @@ from jaxtp.mesh.build import make_mesh, plan_mesh
 from jaxtp.plan import Plan
 from jaxtp.planner import make_plan
 from jaxtp.sizes import is_sequence_parallel, resolve
+from jaxtp.stages import Stages
 from jaxtp.train.language import Batch, NextToken
 from jaxtp.train.optimizer import build_optimizer
 from jaxtp.train.step import Step, jit_step
 from jaxtp.train.text import Text, read_text
-from jaxtp.train.update import TrainState, init_state, make_update, to_host
+from jaxtp.train.update import TrainState, Update, init_state, make_update, to_host
 from jaxtp.xla.options import compile_options
 
 
@@ -68,11 +69,11 @@ def prepare(config: Config) -> Setup:
     """
     config = resolve(config, jax.device_count())
     _check_machine(config)
-    mesh = make_mesh(tp=config.mesh.tp, dp=config.mesh.dp, fsdp=config.mesh.fsdp)
+    mesh = make_mesh(tp=config.mesh.tp, pp=config.mesh.pp, dp=config.mesh.dp, fsdp=config.mesh.fsdp)
     model = model_of(config)
     text = read_text(config, model.vocab_size)
     plan = plan_of(config, model, mesh)
-    tx, schedule = build_optimizer(config.optimizer, config.steps)
+    tx, _ = build_optimizer(config.optimizer, config.steps)
 
     def init() -> TrainState:
         _, params = nnx.split(models.build(model, nnx.Rngs(config.seed)))
@@ -82,17 +83,7 @@ def prepare(config: Config) -> Setup:
     offload = config.zero.offload_optimizer == "cpu"
     if offload:
         state = to_host(state)
-    loss = NextToken(nnx.split(models.abstract(model))[0])
-    update = make_update(
-        loss,
-        tx,
-        schedule,
-        plan,
-        mesh,
-        num_micro=config.batch.accumulation,
-        precision=config.precision,
-        offload=offload,
-    )
+    update = update_of(config, model, plan, mesh, offload=offload)
     options = compile_options(
         overlap=config.communication.overlap,
         gradient_fusion=config.communication.gradient_fusion,
@@ -113,7 +104,7 @@ def prepare(config: Config) -> Setup:
             compiler_options=options.options if on_gpu else None,
         ),
         text=text,
-        validate=functools.partial(_validate, _mean(loss, plan, mesh)),
+        validate=functools.partial(_validate, _mean(loss_of(model), plan, mesh)),
     )
 
 
@@ -121,6 +112,37 @@ def model_of(config: Config) -> models.Config:
     """The model of a config, in the types and with the remat that it asks for."""
     return dataclasses.replace(
         models.config_of(config.model), dtype=config.precision.compute, remat=config.remat
+    )
+
+
+def loss_of(model: models.Config) -> NextToken:
+    """What training of a model minimises."""
+    return NextToken(nnx.split(models.abstract(model))[0])
+
+
+def update_of(
+    config: Config, model: models.Config, plan: Plan, mesh: Mesh, *, offload: bool = False
+) -> Update:
+    """The step function of a resolved config.
+
+    Args:
+        config: Resolved settings.
+        model: The model, as `model_of` gives it.
+        plan: Where parameters go.
+        mesh: The mesh that the state is placed on.
+        offload: Whether the optimizer's state comes from the host's memory.
+    """
+    tx, schedule = build_optimizer(config.optimizer, config.steps)
+    return make_update(
+        loss_of(model),
+        tx,
+        schedule,
+        plan,
+        mesh,
+        # A pipeline takes the whole batch: its micro-batches are those of accumulation.
+        num_micro=1 if plan.stages else config.batch.accumulation,
+        precision=config.precision,
+        offload=offload,
     )
 
 
@@ -139,11 +161,24 @@ def plan_of(config: Config, model: models.Config, mesh: Mesh | Mapping[str, int]
         config=model,
         policy=config.tensor.policy,
         zero=config.zero.stage,
+        stages=stages_of(config, model),
         pad_vocab=config.tensor.pad_vocab,
         strict=config.tensor.strict,
     )
     return dataclasses.replace(
         plan, sequence_parallel=is_sequence_parallel(config), overlap=config.communication.overlap
+    )
+
+
+def stages_of(config: Config, model: models.Config) -> Stages | None:
+    """How the layers of a resolved config are dealt out; None without stages."""
+    if config.mesh.pp == 1:
+        return None
+    return Stages.even(
+        model.num_hidden_layers,
+        config.mesh.pp,
+        micro_batches=config.pipeline.micro_batches,
+        num_rounds=config.pipeline.rounds,
     )
 
 
