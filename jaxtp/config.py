@@ -242,6 +242,26 @@ class Run:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Faults:
+    """When a process gives up on the others or on a device; it then ends with a code."""
+
+    __pydantic_config__: Strict = STRICT
+
+    start_timeout: float = 300.0
+    """Seconds until every process must have come."""
+
+    step_timeout: float = 1800.0
+    """Seconds for one step with the evaluation and the checkpoint after it; the first one, which
+    compiles, may take ten times as long. 0 for no limit."""
+
+    heartbeat_timeout: float = 60.0
+    """Seconds after which a process that is not heard of counts as lost."""
+
+    probe: bool = True
+    """Test every device at the start, and when a run has diverged."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """One training run."""
 
@@ -275,9 +295,11 @@ class Config:
     optimizer: Optimizer = dataclasses.field(default_factory=Optimizer)
     data: Data = Data()
     run: Run = Run()
+    faults: Faults = Faults()
 
 
 AT_LEAST: Mapping[str, float] = {
+    "faults.start_timeout": 1, "faults.step_timeout": 0, "faults.heartbeat_timeout": 1,
     "seq_len": 1, "steps": 1, "seed": 0, "mesh.tp": 1, "mesh.pp": 1, "batch.size": 0,
     "batch.micro_size": 0, "batch.accumulation": 1, "pipeline.rounds": 1,
     "pipeline.micro_batches": 0, "communication.gradient_fusion": 0,
