@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from stored_states import logical, placed
 
 import jaxtp
 from jaxtp import Checkpoints
@@ -213,6 +214,22 @@ def test_another_model_is_refused_with_the_differences(tmp_path):
         "rng: uint32[2] saved, nothing wanted",
     ):
         assert text in str(e.value)
+
+
+def test_each_plan_gets_the_form_that_it_stores(tmp_path):
+    chain = ("tp8", "pp2 tp4 in rounds", "1 device")
+    state, plan = placed(chain[0])
+    for step, target in enumerate(chain[1:]):
+        with Checkpoints(tmp_path / target) as checkpoints:
+            checkpoints.save(step, state, plan=plan)
+            like, plan = placed(target)
+            state = checkpoints.restore(like, plan=plan).state
+        jax.tree.map(np.testing.assert_array_equal, jaxtp.unshard(state, plan), logical())
+    # Without a plan the target has the model's own form.
+    last = Checkpoints(tmp_path / chain[2])
+    jax.tree.map(np.testing.assert_array_equal, last.restore(state).state, logical())
+    with pytest.raises(CheckpointMismatch, match=r"kernel: float32\[5, .* saved, float32\[8, "):
+        last.restore(placed(chain[1])[0])
 
 
 def test_note_is_plain_json(tmp_path):

@@ -103,8 +103,7 @@ class Checkpoints:
         Args:
             step: Steps that the state has behind it, more than in any other checkpoint here.
             state: Any tree of arrays and numbers.
-            plan: The plan that it is placed by. Without it, only a target that stores its arrays in
-                the same form can be restored.
+            plan: The plan that it is placed by; None if it has the model's own form.
             extra: What JSON can hold: settings, seeds, the position in the data.
 
         Raises:
@@ -149,7 +148,7 @@ class Checkpoints:
 
         Args:
             like: A tree as the one that was saved, of arrays or of structs with shardings.
-            plan: The plan that `like` is placed by.
+            plan: The plan that `like` is placed by; None if it has the model's own form.
             step: Take this one and no other.
             state_overrides: Those that `like` was placed with, see `jaxtp.state_specs`.
 
