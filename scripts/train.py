@@ -9,6 +9,8 @@
 What it ends with tells a scheduler what to do, see `jaxtp.train.restarts`: 0 complete, 143 saved
 after SIGTERM, 2 an error that would come again, anything else worth another start.
 
+Several processes, one per GPU, are started by Slurm (scripts/slurm_train.sbatch), Open MPI or
+Kubernetes, or by hand, see `jaxtp.initialize`; all of them see the same files. The first one talks.
 Where there is no GPU, as many CPU devices are simulated as the mesh sizes multiply to.
 """
 
@@ -21,11 +23,13 @@ from typing import Any
 
 import jax
 import tyro
+from rich.console import Console
 
 import jaxtp
 from jaxtp.config import Config, load, settings
-from jaxtp.errors import BadCheckpoint
+from jaxtp.errors import BadCheckpoint, TrainingDiverged
 from jaxtp.io.checkpoint import Checkpoints
+from jaxtp.mesh.faults import exit_with
 from jaxtp.train import watch
 from jaxtp.train.loop import fit
 from jaxtp.train.metrics import METRICS_FILE
@@ -52,46 +56,78 @@ def main(config: Config) -> int:
     checkpoints = Checkpoints(folder / "checkpoints", keep_last=config.run.keep_last)
     check_folder(checkpoints, config)
     sizes = (config.mesh.tp, config.mesh.pp, config.mesh.dp, config.mesh.fsdp)
-    # For CPUs only, and before a backend starts.
-    jax.config.update("jax_num_cpu_devices", math.prod(abs(size) for size in sizes))
+    jaxtp.initialize(
+        cpu_devices=math.prod(abs(size) for size in sizes),
+        timeout=config.faults.start_timeout,
+        heartbeat_timeout=config.faults.heartbeat_timeout,
+    )
+    probe(config)
     setup = prepare(config)
     config = setup.config
-    print(f"{setup.plan}\n")
-    print(describe(setup))
-    watchers = [watch.tensorboard(folder)] if config.run.tensorboard else []
+    say(f"{setup.plan}\n")
+    say(describe(setup))
+    is_first = jax.process_index() == 0
+    watchers = [watch.tensorboard(folder)] if config.run.tensorboard and is_first else []
     profiler = watch.Profiler(folder / "profile")
     with Preemption() as preemption, checkpoints:
         first, state = resume(checkpoints, setup)
         if running.is_asked():
-            print(what_a_step_moves(setup, state))
+            say(what_a_step_moves(setup, state))
 
         def save(number: int, state: TrainState) -> None:
             # Batches and random numbers are functions of the seed and the step alone.
             extra = {"settings": flat(config), "data": {"seed": config.seed, "step": number}}
             checkpoints.save(number, state, plan=setup.plan, extra=extra)
 
-        fit(
-            setup.step,
-            state,
-            lambda step: setup.placed(setup.text.train(step)),
-            num_steps=config.steps,
-            folder=folder,
-            first_step=first,
-            evaluate=lambda state: setup.validate(state, setup.placed(setup.text.validation)),
-            eval_every=config.run.eval_every,
-            save=save,
-            save_every=config.run.checkpoint_every,
-            stop=preemption,
-            spike_factor=config.run.spike_factor,
-            watchers=[*watchers, profiler] if config.run.profile else watchers,
-        )
+        with jaxtp.watchdog(config.faults.step_timeout, setup.mesh, first_step=first + 1) as done:
+            watchers.append(lambda line: done(int(line["step"])))
+            try:
+                fit(
+                    setup.step,
+                    state,
+                    lambda step: setup.placed(setup.text.train(step)),
+                    num_steps=config.steps,
+                    folder=folder,
+                    first_step=first,
+                    evaluate=lambda state: setup.validate(
+                        state, setup.placed(setup.text.validation)
+                    ),
+                    eval_every=config.run.eval_every,
+                    save=save,
+                    save_every=config.run.checkpoint_every,
+                    stop=preemption,
+                    spike_factor=config.run.spike_factor,
+                    watchers=[*watchers, profiler] if config.run.profile else watchers,
+                    console=Console(quiet=not is_first),
+                )
+            except TrainingDiverged:
+                probe(config)  # is it a device?
+                raise
     if config.run.profile:
         profiler.stop()
-        print(watch.table(watch.operations(profiler.folder)))
-    print(f"metrics in {folder / METRICS_FILE}, one line a step")
+        say(watch.table(watch.operations(profiler.folder)))
+    say(f"metrics in {folder / METRICS_FILE}, one line a step")
     if preemption.exit_code:
-        print("stopped because it was asked to; the same command continues")
+        say("stopped because it was asked to; the same command continues")
     return preemption.exit_code
+
+
+def say(text: object) -> None:
+    """Prints in the first process only; the others say nothing as long as all is well."""
+    if jax.process_index() == 0:
+        print(text)
+
+
+def probe(config: Config) -> None:
+    """Tests every device, if the settings want it, and names the slow ones.
+
+    Raises:
+        UnhealthyDevice: TP016, if one computes wrongly.
+    """
+    if config.faults.probe:
+        health = jaxtp.probe()
+        say(health)
+        health.refuse_wrong()
 
 
 def check_folder(checkpoints: Checkpoints, config: Config) -> None:
@@ -120,11 +156,11 @@ def resume(checkpoints: Checkpoints, setup: Setup) -> tuple[int, TrainState]:
     for leaf in jax.tree.leaves(setup.state):
         leaf.delete()
     restored = checkpoints.restore(like, plan=setup.plan)
-    print(f"continuing after step {restored.step}")
+    say(f"continuing after step {restored.step}")
     before = restored.extra["settings"]
     for name, value in flat(setup.config).items():
         if value != before.get(name) and not name.startswith("run."):
-            print(f"  {name} was {before.get(name)}, is {value}")
+            say(f"  {name} was {before.get(name)}, is {value}")
     return restored.step, restored.state
 
 
@@ -161,5 +197,4 @@ if __name__ == "__main__":
             sys.exit(supervise(again, asked.run.max_restarts, say=print))
         sys.exit(main(asked))
     except jaxtp.JaxtpError as error:
-        print(error, file=sys.stderr)
-        sys.exit(error.exit_code)
+        exit_with(error)

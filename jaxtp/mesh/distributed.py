@@ -22,7 +22,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxtp.errors import CommunicationTimeout, JaxtpWarning, ProcessesDisagree, join
+from jaxtp.errors import BadProcesses, CommunicationTimeout, JaxtpWarning, ProcessesDisagree, join
 from jaxtp.mesh import faults
 from jaxtp.mesh.launch import Launch, read_launch, split_address
 from jaxtp.mesh.roster import Roster
@@ -50,6 +50,7 @@ def initialize(
     process_id: int | None = None,
     *,
     local_device_ids: Sequence[int] | None = None,
+    cpu_devices: int | None = None,
     timeout: float = 300.0,
     heartbeat_timeout: float = 60.0,
 ) -> None:
@@ -57,11 +58,10 @@ def initialize(
 
     Arguments win over `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES`, `JAX_PROCESS_ID` and
     `JAX_LOCAL_DEVICE_IDS`, and those over what Slurm (`srun`), Open MPI or Kubernetes say. For a
-    process that runs alone, and when called again, it does nothing. Where `jax.distributed` runs
-    already, only what follows is added.
+    process that runs alone it only sets `cpu_devices`, and called again it does nothing. Where
+    `jax.distributed` runs already, what it does not do is added.
 
-    One process per GPU is the rule; on CPUs a process has as many simulated devices as
-    `jax_num_cpu_devices` says. Two terminals on one machine:
+    One process per GPU is the rule. Two terminals on one machine:
 
         JAX_COORDINATOR_ADDRESS=localhost:12345 JAX_NUM_PROCESSES=2 JAX_PROCESS_ID=0 python train.py
         JAX_COORDINATOR_ADDRESS=localhost:12345 JAX_NUM_PROCESSES=2 JAX_PROCESS_ID=1 python train.py
@@ -77,6 +77,7 @@ def initialize(
         num_processes: Of the run.
         process_id: This one's number, from 0.
         local_device_ids: The GPUs to use, by default the one of this task.
+        cpu_devices: Devices to simulate where there is no GPU, over all processes.
         timeout: Seconds until every process must have come.
         heartbeat_timeout: Seconds of silence after which a process counts as lost; one that crashes
             is noticed within 3 s.
@@ -97,6 +98,8 @@ def initialize(
     )
     has_joined = jax.distributed.is_initialized()
     launch = given if has_joined else read_launch(given)
+    if cpu_devices is not None:
+        _simulate(cpu_devices, launch.num_processes or 1 if launch else 1)
     if launch is None:
         return
     faults.catch()
@@ -114,6 +117,15 @@ def initialize(
     hosts = gather("topology", platform.node())
     if roster.process == 0:
         print(_topology(hosts), flush=True)  # noqa: T201
+
+
+def _simulate(cpu_devices: int, num_processes: int) -> None:
+    if cpu_devices % num_processes:
+        raise BadProcesses(
+            f"{cpu_devices} simulated devices do not divide over {num_processes} processes",
+            fix=f"a multiple of {num_processes}, or another number of processes",
+        )
+    jax.config.update("jax_num_cpu_devices", cpu_devices // num_processes)
 
 
 def _sign_in(launch: Launch, timeout: float, heartbeat_timeout: float) -> Roster:

@@ -5,6 +5,8 @@ Stage in: a `Config`. Stage out: a `Setup`: mesh, plan, state, jitted step, data
 
 import dataclasses
 import functools
+import hashlib
+import operator
 from collections.abc import Callable, Mapping
 
 import jax
@@ -14,10 +16,11 @@ from jax.sharding import Mesh
 from jaxtp import models
 from jaxtp.activations import use_plan
 from jaxtp.apply import shard_batch
-from jaxtp.config import Config
+from jaxtp.config import Config, settings
 from jaxtp.errors import BadConfig
 from jaxtp.init import init_sharded
 from jaxtp.mesh.build import make_mesh, plan_mesh
+from jaxtp.mesh.distributed import agree
 from jaxtp.plan import Plan
 from jaxtp.planner import make_plan
 from jaxtp.sizes import is_sequence_parallel, resolve
@@ -65,14 +68,18 @@ def prepare(config: Config) -> Setup:
     Raises:
         BadConfig: TP020, for settings that this machine or this version cannot follow.
         BadData: TP130, for text that is missing or too short.
+        ProcessesDisagree: TP014, if processes have other settings, another plan or mesh.
         JaxtpError: whatever `resolve`, `make_plan` and `init_sharded` raise.
     """
+    agree({name: operator.attrgetter(name)(config) for name in settings()})
     config = resolve(config, jax.device_count())
     _check_machine(config)
     mesh = make_mesh(tp=config.mesh.tp, pp=config.mesh.pp, dp=config.mesh.dp, fsdp=config.mesh.fsdp)
     model = model_of(config)
     text = read_text(config, model.vocab_size)
     plan = plan_of(config, model, mesh)
+    # Before the first collective, which another plan would not have.
+    agree({"plan": hashlib.sha256(plan.to_json().encode()).hexdigest(), "mesh": mesh})
     tx, _ = build_optimizer(config.optimizer, config.steps)
 
     def init() -> TrainState:
