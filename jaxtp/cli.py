@@ -1,4 +1,4 @@
-"""`jaxtp plan, explain, view, preflight, errors`: the command line, one function a command.
+"""`jaxtp plan, explain, view, preflight, probe, errors`: the command line, one function a command.
 
 Stage in: arguments. Stage out: text or JSON on standard output; a coded error and exit code 2.
 """
@@ -11,12 +11,15 @@ from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Annotated
 
+import jax
 import tyro
 from rich.console import Console
 
 from jaxtp.config import Communication, Config, load
 from jaxtp.errors import BadUsage, JaxtpError, page
 from jaxtp.listing import load_tree
+from jaxtp.mesh.distributed import initialize
+from jaxtp.mesh.probe import probe as run_probe
 from jaxtp.plan import Plan
 from jaxtp.planner import make_plan
 from jaxtp.train.paper import preflight_config
@@ -225,6 +228,28 @@ def _read(path: str, target: str) -> Config:
     for line in lines:
         print(f"{Path(path).name}: {line}", file=sys.stderr)
     return dataclasses.replace(config, target=target or config.target or "h100:1x8")
+
+
+@app.command
+def probe(
+    size: int | None = None,
+    slow_ratio: float | None = None,
+    cpu_devices: int | None = None,
+    as_json: Annotated[bool, JSON] = False,
+) -> None:
+    """Test every device of this machine, or of all processes that a launcher starts with it.
+
+    Args:
+        size: Rows and columns of the matrices that are multiplied.
+        slow_ratio: Times the median from which a device counts as slow.
+        cpu_devices: Devices to simulate where there is no GPU.
+        as_json: Print all times as data.
+    """
+    initialize(cpu_devices=cpu_devices)
+    health = run_probe(size=size, slow_ratio=slow_ratio)
+    if jax.process_index() == 0:
+        print(health.to_json() if as_json else health)
+    health.refuse_wrong()
 
 
 @contextlib.contextmanager
