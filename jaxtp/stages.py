@@ -31,11 +31,15 @@ class Stages:
 
     def __str__(self) -> str:
         """Layers of each stage, micro-batches, and the bubble."""
-        rounds = [join(around, limit=32) for around in self.layers]
         return (
-            f"{self.num_stages} stages of {' + '.join(rounds)} layers, {self.micro_batches} "
-            f"micro-batches; each idles {self.bubble:.1%} of the time"
+            f"{self.num_stages} stages of {self.layers_text}, {self.micro_batches} micro-batches; "
+            f"each idles {self.bubble:.1%} of the time"
         )
+
+    @property
+    def layers_text(self) -> str:
+        """Layers of each stage, round after round."""
+        return " + ".join(join(around, limit=32) for around in self.layers) + " layers"
 
     @property
     def num_stages(self) -> int:

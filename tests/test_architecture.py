@@ -21,7 +21,7 @@ LAYERS = """
 errors
 padding products trees
 fused mesh listing stages
-plan deepspeed
+balance deepspeed plan
 config
 sizes
 rules

@@ -19,16 +19,18 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtp import models
 from jaxtp.activations import use_plan
 from jaxtp.apply import shard
+from jaxtp.balance import Work, compare, table
 from jaxtp.config import Config, parse
 from jaxtp.errors import DoesNotFit, JaxtpWarning
 from jaxtp.mesh.build import plan_mesh
+from jaxtp.mesh.cluster import Cluster
 from jaxtp.mesh.topology import Target
 from jaxtp.plan import Plan
 from jaxtp.sizes import resolve
 from jaxtp.state import slots
 from jaxtp.train.optimizer import build_optimizer
 from jaxtp.train.preset import model_flops
-from jaxtp.train.setup import axis_sizes, model_of, plan_of, update_of
+from jaxtp.train.setup import axis_sizes, model_of, plan_of, stage_kinds, update_of
 from jaxtp.train.update import TrainState, init_state
 from jaxtp.trees import itemsize, leaves
 from jaxtp.xla.options import compile_options
@@ -54,7 +56,8 @@ def preflight_config(
         DoesNotFit: TP114, before compiling, if the state alone is larger than a GPU's memory.
         JaxtpError: whatever `resolve`, `make_plan` and `preflight` raise.
     """
-    target = Target.parse(config.target)
+    # One program runs on all kinds of GPU, so it has to fit the smallest.
+    target = Cluster.parse(config.target).smallest
     config = resolve(config, target.num_devices)
     warn_across_hosts(config, target)
     mesh = axis_sizes(config)
@@ -77,7 +80,49 @@ def preflight_config(
         time_limit=time_limit,
         on_progress=on_progress,
     )
-    return plan, report
+    return plan, dataclasses.replace(report, notes=(*report.notes, *strategies(config, plan)))
+
+
+def strategies(config: Config, plan: Plan) -> tuple[str, ...]:
+    """Lines that compare ways to deal layers out to stages of different kinds; () for one kind.
+
+    Args:
+        config: Resolved settings.
+        plan: Their plan.
+    """
+    kinds = stage_kinds(config)
+    if not kinds or plan.stages is None:
+        return ()
+    return table(compare(plan.stages, kinds, work_of(config, plan)), kinds)
+
+
+def work_of(config: Config, plan: Plan) -> Work:
+    """What the layers of a resolved config cost on one device of a stage."""
+    assert plan.stages is not None
+    model, cluster = model_of(config), Cluster.parse(config.target)
+    num_stages, per_stage = config.mesh.pp, cluster.num_devices // config.mesh.pp
+    stacked = dataclasses.replace(
+        plan, decisions=tuple(d for d in plan.decisions if d.dim_on((plan.mesh.pp,)) is not None)
+    )
+    tokens, layers = config.batch.size * config.seq_len, model.num_hidden_layers
+    whole, in_layers = (
+        model_flops(model, p, tokens=tokens, seq=config.seq_len) for p in (plan, stacked)
+    )
+    # Recomputation runs the forward pass, a third of the three passes' worth, once more.
+    again = 1 if config.remat == "none" else 4 / 3
+    row = tokens // plan.stages.micro_batches // (config.mesh.dp * config.mesh.fsdp)
+    num_bytes = row * model.hidden_size * jnp.dtype(model.dtype).itemsize
+    if plan.sequence_parallel:
+        num_bytes //= config.mesh.tp
+    first = [stage * per_stage for stage in range(num_stages)]
+    ring = zip(first, [*first[1:], 0], strict=True)
+    state, rows = abstract_state(config, model), plan.stages.num_rounds * plan.stages.block
+    return Work(
+        layer_flops=again * in_layers / layers / plan.stages.micro_batches / per_stage,
+        end_flops=(whole - in_layers) / per_stage,
+        layer_bytes=state_bytes_per_device(state, plan, cut_by=plan.mesh.pp) // rows,
+        permute_seconds=max(cluster.permute_seconds(num_bytes, *pair) for pair in ring),
+    )
 
 
 def abstract_step(mesh: Mesh, settings: str) -> tuple[Any, tuple[Any, ...]]:
@@ -133,14 +178,21 @@ def refuse_too_large(config: Config, state: TrainState, plan: Plan, target: Targ
     )
 
 
-def state_bytes_per_device(state: TrainState, plan: Plan) -> int:
-    """Bytes of a whole train state, padding included, that one device holds."""
+def state_bytes_per_device(state: TrainState, plan: Plan, *, cut_by: str = "") -> int:
+    """Bytes of a whole train state, padding included, that one device holds.
+
+    Args:
+        state: Its shapes.
+        plan: Where it lies.
+        cut_by: Count only arrays that this axis cuts.
+    """
     found = slots(state, plan)
     return sum(
         itemsize(str(leaf.dtype))
         * math.prod(found[path].stored)
         // math.prod(plan.mesh.ways(axes) for axes in found[path].spec)
         for path, leaf in leaves(state)
+        if not cut_by or any(cut_by in axes for axes in found[path].spec)
     )
 
 

@@ -16,11 +16,14 @@ from jax.sharding import Mesh
 from jaxtp import models
 from jaxtp.activations import use_plan
 from jaxtp.apply import shard_batch
+from jaxtp.balance import deal
 from jaxtp.config import Config, settings
 from jaxtp.errors import BadConfig
 from jaxtp.init import init_sharded
 from jaxtp.mesh.build import make_mesh, plan_mesh
+from jaxtp.mesh.cluster import Cluster
 from jaxtp.mesh.distributed import agree
+from jaxtp.mesh.topology import DeviceKind
 from jaxtp.plan import Plan
 from jaxtp.planner import make_plan
 from jaxtp.sizes import is_sequence_parallel, resolve
@@ -178,15 +181,33 @@ def plan_of(config: Config, model: models.Config, mesh: Mesh | Mapping[str, int]
 
 
 def stages_of(config: Config, model: models.Config) -> Stages | None:
-    """How the layers of a resolved config are dealt out; None without stages."""
+    """How the layers of a resolved config are dealt out; None without stages.
+
+    Raises:
+        BadConfig: TP020, for a target of several kinds that the settings do not allow.
+        BadTarget, BadMesh: TP116, TP010, if stages cannot be of one kind each.
+        BadStages: TP074, if there are fewer layers than chunks.
+    """
+    kinds, pipeline = stage_kinds(config), config.pipeline
     if config.mesh.pp == 1:
         return None
-    return Stages.even(
-        model.num_hidden_layers,
-        config.mesh.pp,
-        micro_batches=config.pipeline.micro_batches,
-        num_rounds=config.pipeline.rounds,
-    )
+    batch = {"micro_batches": pipeline.micro_batches, "num_rounds": pipeline.rounds}
+    if kinds:
+        return deal(pipeline.load_balance, model.num_hidden_layers, kinds, **batch)
+    return Stages.even(model.num_hidden_layers, config.mesh.pp, **batch)
+
+
+def stage_kinds(config: Config) -> tuple[DeviceKind, ...]:
+    """The kind of GPU of each stage where the target has several; else `()`."""
+    if "+" not in config.target:
+        return ()
+    if not config.pipeline.allow_heterogeneous:
+        raise BadConfig(
+            f"the target {config.target} has several kinds of GPU",
+            where="pipeline.allow_heterogeneous",
+            fix="true; stages of one kind each then get layers by pipeline.load_balance",
+        )
+    return Cluster.parse(config.target).stage_kinds(axis_sizes(config))
 
 
 def _check_machine(config: Config) -> None:
