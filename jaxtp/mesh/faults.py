@@ -120,7 +120,8 @@ class watchdog:
     def __enter__(self) -> Callable[[int], None]:
         if self._mesh is not None:
             axes = ", ".join(f"{name}={size}" for name, size in self._mesh.shape.items())
-            run.mesh = f"mesh {axes}, {jax.process_count()} processes"
+            count = jax.process_count()
+            run.mesh = f"mesh {axes} over {count} process{'es' * (count > 1)}"
         # Blocks may be nested: an outer one is again where a fault would be after the inner one.
         self._outside, run.place = run.place, self._place
         self._start = time.monotonic()
@@ -145,7 +146,8 @@ class watchdog:
 
     def _wait(self) -> None:
         while (left := self._start + self._limit - time.monotonic()) > 0:
-            if self._closed.wait(left):
+            # Not longer than a step: the first one may take more, and its end shortens the limit.
+            if self._closed.wait(min(left, self._seconds)):
                 return
         stop(lost_error(f"not done after {self._limit:g} s"))
 

@@ -1,0 +1,80 @@
+"""One process of a run of several, started by `test_processes`: what is tested needs real ones.
+
+python process_runs.py RUN ADDRESS NUM_PROCESSES PROCESS [OPTION ...]
+"""
+
+import os
+import signal
+import sys
+import time
+
+os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+import jax.numpy as jnp
+
+import jaxtp
+
+STEPS = 1000
+FAULT_STEP = 5
+
+
+def initialize(address, num_processes, process, **options):
+    jax.config.update("jax_num_cpu_devices", 8 // num_processes)
+    jaxtp.initialize(address, num_processes, process, heartbeat_timeout=4.0, **options)
+
+
+def join(*run, timeout="20"):
+    """Starts, agrees and ends."""
+    initialize(*run, timeout=float(timeout))
+    assert (jax.process_count(), jax.device_count()) == (run[1], 8)
+
+
+def steps(*run, fault="", culprit="1", seconds="0"):
+    """Steps with a collective each; the culprit dies, stops, sleeps or raises in one of them."""
+    initialize(*run)
+    mesh = jaxtp.make_mesh(tp=8)
+    sharding = jax.NamedSharding(mesh, jax.P("tp"))
+    step = jax.jit(lambda x: x / x.sum(), out_shardings=sharding)
+    x = jax.device_put(jnp.ones(8), sharding)
+    with jaxtp.watchdog(float(seconds), mesh) as done:
+        for number in range(1, STEPS + 1):
+            if number == FAULT_STEP and jax.process_index() == int(culprit):
+                FAULTS[fault]()
+            x = jax.block_until_ready(step(x))
+            done(number)
+            time.sleep(0.05)
+
+
+def disagree(*run, flag="", setting=""):
+    """Process 1 has another flag of jax or another setting."""
+    is_other = run[2] == 1
+    if flag and is_other:
+        jax.config.update(flag, True)
+    initialize(*run)
+    jaxtp.agree({"steps": setting if is_other else "100"})
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def freeze():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def sleep():
+    time.sleep(1000)
+
+
+def fail():
+    raise RuntimeError("no more text")
+
+
+FAULTS = {"kill": die, "stop": freeze, "sleep": sleep, "raise": fail}
+
+if __name__ == "__main__":
+    name, address, num_processes, process, *options = sys.argv[1:]
+    chosen = dict(option.split("=") for option in options)
+    globals()[name](address, int(num_processes), int(process), **chosen)
