@@ -32,6 +32,7 @@ from jaxtp.io.checkpoint import Checkpoints
 from jaxtp.mesh.faults import exit_with
 from jaxtp.train import watch
 from jaxtp.train.loop import fit
+from jaxtp.train.meter import Meter
 from jaxtp.train.metrics import METRICS_FILE
 from jaxtp.train.restarts import Preemption, supervise
 from jaxtp.train.setup import Setup, prepare
@@ -97,6 +98,7 @@ def main(config: Config) -> int:
                     save_every=config.run.checkpoint_every,
                     stop=preemption,
                     spike_factor=config.run.spike_factor,
+                    measure=Meter(setup),
                     watchers=[*watchers, profiler] if config.run.profile else watchers,
                     console=Console(quiet=not is_first),
                 )

@@ -9,9 +9,10 @@ from jaxtp.balance import Work, compare, deal, step_seconds, table
 from jaxtp.config import Batch, Config, Mesh, Pipeline, Zero, parse
 from jaxtp.errors import BadConfig, BadMesh, BadTarget
 from jaxtp.mesh.cluster import Cluster
-from jaxtp.mesh.topology import KINDS, LAUNCH_SECONDS
+from jaxtp.mesh.topology import KINDS, LAUNCH_SECONDS, Target
 from jaxtp.sizes import resolve
 from jaxtp.stages import Stages
+from jaxtp.train.meter import modelled_seconds
 from jaxtp.train.paper import strategies, work_of
 from jaxtp.train.setup import axis_sizes, model_of, plan_of, stages_of
 
@@ -151,3 +152,22 @@ def test_deepspeeds_spelling_reaches_the_stages():
     config = resolve(config, 16)
     assert stages_of(config, model_of(config)).layers == ((7, 25),)
     assert "load_balance: mapped; --pipeline.load_balance" in map(str, lines)
+
+
+def test_modelled_seconds_of_a_step():
+    """Products at the sustained rate, four all-reduces a layer, and the stages' idle share."""
+    config = Config(
+        model="llama3-8b", seq_len=4096, mesh=Mesh(tp=8, pp=2), batch=Batch(size=8, accumulation=8)
+    )
+    config = resolve(config, 16)
+    plan = plan_of(config, model_of(config), axis_sizes(config))
+    target = Target.parse("h100:2x8")
+    seconds = modelled_seconds(config, model_of(config), plan, target, 16 * H100.matmul_flops)
+    message = 4096 * 4096 * 2
+    reduction = target.collective_seconds("all-reduce", message, [range(8)])
+    busy = 1 + 4 * 16 * 8 * reduction
+    assert plan.stages.bubble == 1 / 9
+    assert seconds == pytest.approx(busy / (1 - 1 / 9))
+    again = dataclasses.replace(config, remat="full")
+    longer = modelled_seconds(again, model_of(config), plan, target, 16 * H100.matmul_flops)
+    assert longer == pytest.approx((busy + 1 / 3) * 9 / 8)

@@ -60,6 +60,9 @@ def test_run_continues_where_it_stopped(tmp_path):
     before = [json.loads(line) for line in metrics.read_text().splitlines()]
     assert [line["step"] for line in before] == [1, 2, 3, 4]
     assert {"loss", "grad_norm", "lr", "tokens_per_s", "step_seconds"} < before[0].keys()
+    # The machine of the model is h100:1x4: products and all-reduces, nothing hidden.
+    assert 0 < before[0]["mfu_modelled"] < 700 / 989
+    assert before[0]["memory_gb"] > 0
     assert before[-1]["validation_loss"] < before[0]["loss"]
 
     # As if the run had stopped after step 2: the same batches come again, to the same end.

@@ -34,6 +34,7 @@ def fit(
     save_every: int = 0,
     stop: Callable[[int], bool] | None = None,
     spike_factor: float = 0,
+    measure: Callable[[float], Mapping[str, float]] = lambda _: {},
     watchers: Sequence[Callable[[Line], None]] = (),
     console: Console | None = None,
 ) -> State:
@@ -41,7 +42,8 @@ def fit(
 
     Writes one JSON object a step to `folder/metrics.jsonl`: step (from 1), every scalar that `step`
     returns (loss, grad_norm, lr), tokens_per_s (over all devices), step_seconds (the first step's
-    includes compilation), and validation_loss where evaluated. A number that is not finite is null.
+    includes compilation), what `measure` adds, and validation_loss where evaluated. A number that is
+    not finite is null.
 
     Args:
         step: `(state, batch) -> (state, {"loss": ..., ...})`; may donate the state.
@@ -58,6 +60,7 @@ def fit(
         save_every: Steps between saves; 0 saves nothing.
         stop: Called with the number of steps done after each one; True ends the loop after a save.
         spike_factor: How many times its recent median a loss may be, see `Guard`; 0 allows all.
+        measure: More numbers for a line, from the seconds that its step took; see `Meter`.
         watchers: Called with each line of `metrics.jsonl`.
         console: Where the bar and the lines go; default: standard output.
 
@@ -76,6 +79,7 @@ def fit(
             record = {name: float(value) for name, value in metrics.items()}  # waits for the step
             seconds = time.perf_counter() - start
             record |= {"tokens_per_s": tokens / seconds, "step_seconds": seconds}
+            record |= measure(seconds)
             problem = guard.problem(number, record)
             is_due = _is_due(number, eval_every, num_steps)
             if evaluate is not None and is_due and problem is None:
@@ -116,6 +120,10 @@ def _progress(console: Console | None) -> Progress:
 
 def _describe(record: Mapping[str, float]) -> str:
     text = f"loss {record['loss']:.4f}  {record['tokens_per_s']:,.0f} tokens/s"
+    for name in ("mfu", "mfu_modelled"):
+        text += f"  {name} {record[name]:.1%}" if name in record else ""
+    if "memory_gb" in record:
+        text += f"  {record['memory_gb']:.2f} GB"
     if "validation_loss" in record:
         text += f"  validation loss {record['validation_loss']:.4f}"
     return text

@@ -40,6 +40,23 @@ def is_asked() -> bool:
     return os.environ.get(VARIABLE, "0") not in ("", "0")
 
 
+def is_gpu(mesh: Mesh) -> bool:
+    """Whether a mesh is of GPUs."""
+    return mesh.devices.flat[0].platform in ("gpu", "cuda")
+
+
+def target_of(mesh: Mesh) -> Target:
+    """The machine that a mesh stands for: its own GPUs, in hosts as usual, or as many H100s.
+
+    Raises:
+        BadTopology: TP012, for a GPU of unknown kind.
+    """
+    kind = kind_of(mesh.devices.flat[0].device_kind) if is_gpu(mesh) else KINDS[STAND_IN]
+    size = mesh.devices.size
+    gpus = kind.host_gpus if size % kind.host_gpus == 0 else size
+    return Target(device=kind, hosts=size // gpus, gpus=gpus)
+
+
 def report_step(
     step: Steps, state: Any, batch: Any, *, tensor_axes: Sequence[str] = ("tp",)
 ) -> Report:
@@ -58,12 +75,7 @@ def report_step(
         BadTopology: TP012, for a GPU of unknown kind.
     """
     compiled = step.lower(state, batch).compile()
-    mesh, device = step.mesh, step.mesh.devices.flat[0]
-    on_gpu = device.platform in ("gpu", "cuda")
-    kind = kind_of(device.device_kind) if on_gpu else KINDS[STAND_IN]
-    size = mesh.devices.size
-    gpus = kind.host_gpus if size % kind.host_gpus == 0 else size
-    target = Target(device=kind, hosts=size // gpus, gpus=gpus)
+    mesh, target = step.mesh, target_of(step.mesh)
     report = analyse(
         compiled.as_text() or "",
         device_memory(compiled),
@@ -71,11 +83,11 @@ def report_step(
         dict(mesh.shape),
         tensor_axes=tensor_axes,
     )
-    if on_gpu:
+    if is_gpu(mesh):
         return report
     warning = (
-        f"this step runs on {device.platform}, which moves other bytes than a GPU: float32 instead "
-        "of bfloat16, no reduce-scatter, nothing beside matrix products. Seconds are those of "
-        f"{target}; `jaxtp preflight` compiles the GPU program"
+        f"this step runs on {mesh.devices.flat[0].platform}, which moves other bytes than a GPU: "
+        "float32 instead of bfloat16, no reduce-scatter, nothing beside matrix products. Seconds "
+        f"are those of {target}; `jaxtp preflight` compiles the GPU program"
     )
     return dataclasses.replace(report, notes=(warning, *report.notes))
