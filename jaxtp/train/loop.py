@@ -42,8 +42,8 @@ def fit(
 
     Writes one JSON object a step to `folder/metrics.jsonl`: step (from 1), every scalar that `step`
     returns (loss, grad_norm, lr), tokens_per_s (over all devices), step_seconds (the first step's
-    includes compilation), what `measure` adds, and validation_loss where evaluated. A number that is
-    not finite is null.
+    includes compilation), what `measure` adds, and validation_loss where evaluated. A number that
+    is not finite is null.
 
     Args:
         step: `(state, batch) -> (state, {"loss": ..., ...})`; may donate the state.
