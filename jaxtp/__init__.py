@@ -20,6 +20,7 @@ from jaxtp.mesh.faults import watchdog
 from jaxtp.mesh.probe import probe
 from jaxtp.padding import mask_padding
 from jaxtp.parallelize import parallelize
+from jaxtp.pipeline import scan_layers
 from jaxtp.plan import ParamDecision, Plan
 from jaxtp.planner import make_plan
 from jaxtp.state import state_specs
@@ -41,7 +42,8 @@ __all__ = [
     "annotate", "check", "compile_options", "constrain", "dump_tree", "export_rules",
     "init_optimizer", "init_sharded", "jit_step", "load_hf", "load_tree", "make_mesh",
     "make_plan", "mask_padding", "parallelize", "plan_mesh", "preflight", "save_hf",
-    "see_tp_plan", "shard", "shard_batch", "state_specs", "unshard", "use_plan", "verify",
+    "scan_layers", "see_tp_plan", "shard", "shard_batch", "state_specs", "unshard", "use_plan",
+    "verify",
 ]  # fmt: skip
 
 

@@ -15,9 +15,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxtp.errors import SizeMismatch, UnknownActivation, join
+from jaxtp.errors import BadStages, SizeMismatch, UnknownActivation, join
 from jaxtp.mesh.axes import MeshShape
 from jaxtp.plan import ParamDecision
+from jaxtp.stages import Stages
 
 WHOLE, BATCH, SEQUENCE, UNITS = "whole", "batch", "sequence", "units"
 """What a dim of an activation is: never cut; cut over the batch axes; cut over the tensor axes in
@@ -65,6 +66,11 @@ class ActivationPlan(Protocol):
         """Where every parameter lies."""
         ...
 
+    @property
+    def stages(self) -> Stages | None:
+        """How stacked layers are dealt out along the pp axis; None without one."""
+        ...
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ActivePlan:
@@ -76,6 +82,9 @@ class ActivePlan:
         mesh: The devices.
         interleave: Whether layers that can be are interleaved (`jaxtp.overlap`).
         decisions: Where parameters lie, if layers are interleaved; () otherwise.
+        stages: How stacked layers are dealt out along the pp axis; None without one, and inside a
+            stage.
+        params_cut: Whether the batch axes cut parameters too.
     """
 
     shape: MeshShape
@@ -84,12 +93,33 @@ class ActivePlan:
     interleave: bool = False
     # A model without stacked layers has hundreds; equality settles what the hash leaves open.
     decisions: tuple[ParamDecision, ...] = dataclasses.field(default=(), hash=False)
+    stages: Stages | None = None
+    params_cut: bool = False
+
+    @property
+    def batch(self) -> tuple[str, ...]:
+        """Axes that split the batch, major to minor.
+
+        Outside of the layers pipeline stages share it: otherwise all of them would compute the same
+        loss, and hold its logits.
+        """
+        return self.shape.batch if self.stages is None else (*self.shape.batch, self.shape.pp)
+
+    @property
+    def sequence(self) -> tuple[str, ...]:
+        """Axes that split the residual stream along the sequence, major to minor."""
+        return self.shape.tp if self.sequence_parallel else ()
+
+    @property
+    def here(self) -> Mesh | jax.sharding.AbstractMesh:
+        """The mesh to name in a sharding: inside a `shard_map` the one that it leaves."""
+        here = jax.sharding.get_abstract_mesh()
+        return here if here.manual_axes else self.mesh
 
     def place(self, x: jax.Array, *entries: object) -> jax.Array:
         """`x` with one PartitionSpec entry per dim, also inside a `shard_map` over other axes."""
-        here = jax.sharding.get_abstract_mesh()
-        mesh = here if here.manual_axes else self.mesh
-        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*entries)))
+        sharding = NamedSharding(self.here, PartitionSpec(*(entry or None for entry in entries)))
+        return jax.lax.with_sharding_constraint(x, sharding)
 
     def mapped(self) -> "ActivePlan":
         """What counts inside a `jax.vmap` over the tensor axes: the other axes only."""
@@ -115,16 +145,43 @@ def use_plan(plan: ActivationPlan, mesh: Mesh) -> Generator[None]:
 
     Raises:
         SizeMismatch: TP003, if the two meshes differ.
+        BadStages: TP074, if the plan has stages that its mesh or its parameters do not have.
     """
     if tuple(mesh.shape.items()) != plan.mesh.sizes:
         raise SizeMismatch(
             f"the plan is for the mesh {plan.mesh}, the devices form {MeshShape.of(mesh)}",
             fix="apply the plan on its own mesh, or make the plan for this one",
         )
+    _check_stages(plan)
     interleave = plan.overlap == "aggressive"
-    decisions = plan.decisions if interleave else ()
-    with _active(ActivePlan(plan.mesh, plan.sequence_parallel, mesh, interleave, decisions)):
+    active = ActivePlan(
+        shape=plan.mesh,
+        sequence_parallel=plan.sequence_parallel,
+        mesh=mesh,
+        interleave=interleave,
+        decisions=plan.decisions if interleave else (),
+        stages=plan.stages,
+        params_cut=any(d.dim_on(plan.mesh.batch) is not None for d in plan.decisions),
+    )
+    with _active(active):
         yield
+
+
+def _check_stages(plan: ActivationPlan) -> None:
+    stages, shape = plan.stages, plan.mesh
+    if stages is None:
+        return
+    if not shape.pp or shape[shape.pp] != stages.num_stages:
+        raise BadStages(
+            f"{stages.num_stages} stages on the mesh {shape}",
+            where="pp",
+            fix=f"make the plan on a mesh with pp={stages.num_stages}",
+        )
+    if all(shape.pp not in d.spec[0] for d in plan.decisions if d.spec):
+        raise BadStages(
+            f"{stages.num_stages} stages, and no parameter has its layers split over {shape.pp}",
+            fix="stack the layers and run them with jaxtp.scan_layers; or a mesh without pp",
+        )
 
 
 def active_plan() -> ActivePlan | None:
@@ -203,10 +260,12 @@ def _entry(active: ActivePlan, dim: str, size: int, units: Sequence[int] | None)
     """The PartitionSpec entry of one dim of `size` elements."""
     axes = {
         WHOLE: (),
-        BATCH: active.shape.batch,
-        SEQUENCE: active.shape.tp if active.sequence_parallel else (),
+        BATCH: active.batch,
+        SEQUENCE: active.sequence,
         UNITS: active.shape.fit(units or (size,)),
     }[dim]
+    if dim == BATCH and size % active.shape.ways(axes):
+        axes = active.shape.batch
     if not axes:
         return None
     # Inside jit an uneven constraint does not raise: XLA replicates the whole array, quietly. No

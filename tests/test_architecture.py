@@ -20,7 +20,7 @@ FILES = {
 LAYERS = """
 errors
 padding products trees
-fused mesh listing stages
+fused mesh listing remat stages
 balance deepspeed plan
 config
 sizes
@@ -28,7 +28,7 @@ rules
 planner
 state
 activations apply cost export parallelize xla
-check init overlap search verify view
+check init overlap pipeline search verify view
 models
 io
 train

@@ -9,7 +9,6 @@ heads, H head width, F MLP width, V vocab. They name logical dims, never shards.
 """
 
 import dataclasses
-import difflib
 import functools
 import warnings
 from collections.abc import Callable, Mapping
@@ -20,24 +19,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxtp import overlap
+from jaxtp import overlap, pipeline
 from jaxtp.activations import ActivePlan, active_plan, constrain
-from jaxtp.errors import BadConfig, JaxtpWarning, NotInterleaved, SizeMismatch, join
-
-BLOCK_OUTPUT = "block_output"
-"""`checkpoint_name` of the values behind row products, where the all-reduces are."""
-
-Policy = Callable[..., bool]
-REMAT: dict[str, Policy | None] = {
-    "none": None,
-    "full": jax.checkpoint_policies.nothing_saveable,
-    # Saving what comes out of an all-reduce keeps recomputation from running it again: 4
-    # all-reduces a layer in the compiled GPU step as without remat, where "full" has 5, at nearly
-    # the memory of "full".
-    "block_outputs": jax.checkpoint_policies.save_only_these_names(BLOCK_OUTPUT),
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-}
-"""Remat policy name -> what `jax.checkpoint` may keep of a layer; None: no remat."""
+from jaxtp.errors import JaxtpWarning, NotInterleaved, SizeMismatch
+from jaxtp.remat import BLOCK_OUTPUT, remat_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,16 +54,15 @@ class DecoderConfig:
 
     remat: str = "none"
     """What to recompute in the backward pass: none, full, block_outputs (keep the two block outputs
-    of a layer) or dots (keep the results of matrix products with parameters)."""
+    of a layer), dots (keep the results of matrix products with parameters) or stage (keep what
+    enters a pipeline stage; none without stages)."""
 
     attention_implementation: Literal["xla", "cudnn"] = "xla"
     """Kernel of `jax.nn.dot_product_attention`; cudnn needs an NVIDIA GPU and 16-bit
     activations."""
 
     def __post_init__(self) -> None:
-        if self.remat not in REMAT:
-            near = difflib.get_close_matches(self.remat, REMAT, n=1) or REMAT
-            raise BadConfig(f"no remat policy {self.remat!r}", where="remat", fix=join(near))
+        remat_of(self.remat)
 
 
 class Decoder(Protocol):
@@ -154,13 +138,14 @@ def scan_layers(
     """Runs stacked layers one after the other; compile time does not grow with depth.
 
     Under a plan with `overlap="aggressive"` two halves of the batch take turns instead, where they
-    can: the same numbers, see `jaxtp.overlap`.
+    can: the same numbers, see `jaxtp.overlap`. Under a plan with stages it is a pipeline, see
+    `jaxtp.pipeline`.
 
     Args:
         layers: Result of `stack_layers`.
         x_BTD: The residual stream in front of the first layer.
         context: What blocks take beside their input, (batch or 1, ...), the same for all layers.
-        remat: Key of `REMAT`.
+        remat: Key of `jaxtp.remat.REMAT`.
     """
     active = active_plan()
     if active is not None and active.interleave and active.shape.tp_size > 1:
@@ -170,14 +155,12 @@ def scan_layers(
             warnings.warn(str(obstacle), JaxtpWarning, stacklevel=3)
     graph, params = nnx.split(layers)
 
-    def body(x_BTD: jax.Array, params: nnx.State) -> tuple[jax.Array, None]:
-        return nnx.merge(graph, params)(x_BTD, context), None
+    def layer(
+        x_BTD: jax.Array, params: nnx.State, context: Mapping[str, jax.Array | None]
+    ) -> jax.Array:
+        return nnx.merge(graph, params)(x_BTD, context)
 
-    policy = REMAT[remat]
-    if policy is not None:
-        # A scan body is compiled on its own, so XLA cannot merge recomputation with the first run.
-        body = jax.checkpoint(body, policy=policy, prevent_cse=False)
-    return jax.lax.scan(body, x_BTD, params)[0]
+    return pipeline.scan_layers(layer, x_BTD, params, context=context, remat=remat)
 
 
 def _interleave(
@@ -187,6 +170,10 @@ def _interleave(
     remat: str,
     active: ActivePlan,
 ) -> jax.Array:
+    if active.stages is not None:
+        raise NotInterleaved(
+            "layers run in pipeline stages", where="pp", fix="one of the two, not both"
+        )
     if remat != "block_outputs":
         raise NotInterleaved(
             f"interleaved layers recompute all but the residual stream, and remat is {remat!r}",
