@@ -14,7 +14,9 @@ h100:1x8, and its program read: wire bytes per device, peak memory, FLOPs per de
     fsdp      the same, with the batch along the same axis: parameters gathered, no tensor axis
 
 A peer that leaves work whole on every device saves wire bytes by doing it eight times; `x FLOPs`,
-against jaxtp's, shows it.
+against jaxtp's, shows it. `x floor` is against the Megatron minimum of the model's column/row
+pairs, `x form` against that and what the model's form adds to it (key heads that devices share,
+projections in one kernel; see `peer_models.py`).
 """
 
 import dataclasses
@@ -51,6 +53,9 @@ from jaxtp.xla.preflight import preflight
 TARGET, SIZE = "h100:1x8", 8
 SAME_WORK = 1.1
 """A plan within this of jaxtp's FLOPs per device splits as much work as jaxtp's does."""
+
+REACHED = 1.02
+"""A plan within this of the least that its model allows has reached it."""
 
 Result = dict[str, Any]
 Flag = tyro.conf.FlagCreatePairsOff[bool]
@@ -263,6 +268,7 @@ def compare(name: str, parallax_python: str, progress: Callable[[str], None]) ->
     return {
         "model": name,
         "floor_bytes": floor,
+        "form_bytes": case.form_bytes,
         "jaxtp": ours,
         "peers": peers,
     }
@@ -277,6 +283,11 @@ def best_peer(row: Result) -> tuple[str, float]:
         and peer["flops_per_device"] <= SAME_WORK * row["jaxtp"]["flops_per_device"]
     }
     return min(able.items(), key=lambda pair: pair[1])
+
+
+def with_form(row: Result) -> float:
+    """The floor in bytes, and what the model's form adds to it."""
+    return row["floor_bytes"] + row["form_bytes"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -298,7 +309,7 @@ def table(rows: Sequence[Result]) -> Table:
     shown = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
     shown.add_column("model", no_wrap=True)
     shown.add_column("plan", no_wrap=True)
-    for column in ("wire MiB", "x floor", "peak MiB", "x FLOPs", "modelled ms", "plan s"):
+    for column in ("wire MiB", "x floor", "x form", "peak MiB", "x FLOPs", "modelled ms", "plan s"):
         shown.add_column(column, justify="right", no_wrap=True)
     shown.add_column("collectives, or what the peer said")
     for row in rows:
@@ -306,7 +317,7 @@ def table(rows: Sequence[Result]) -> Table:
         for index, (name, one) in enumerate({"jaxtp": row["jaxtp"], **row["peers"]}.items()):
             model = row["model"] if index == 0 else ""
             if "error" in one:
-                shown.add_row(model, name, *["-"] * 6, one["error"][:160])
+                shown.add_row(model, name, *["-"] * 7, one["error"][:160])
                 continue
             kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(one["collectives"].items()))
             shown.add_row(
@@ -314,6 +325,7 @@ def table(rows: Sequence[Result]) -> Table:
                 name,
                 f"{one['wire_bytes'] / 2**20:.2f}",
                 f"{one['wire_bytes'] / row['floor_bytes']:.3f}",
+                f"{one['wire_bytes'] / with_form(row):.3f}",
                 f"{one['peak_bytes'] / 2**20:.1f}",
                 f"{one['flops_per_device'] / base:.2f}",
                 f"{one['step_seconds_modelled'] * 1e3:.3f}",
@@ -344,10 +356,11 @@ def main(options: Options) -> None:
     for row in rows:
         peer, best = best_peer(row)
         ours = row["jaxtp"]["wire_bytes"]
-        verdict = "reached    " if ours <= best else "NOT REACHED"
+        reached = ours <= min(best, REACHED * with_form(row))
         console.print(
-            f"{verdict}  {row['model']}: {ours / row['floor_bytes']:.3f}x the floor, "
-            f"{ours / best:.3f}x of the best peer, {peer}"
+            f"{'reached    ' if reached else 'NOT REACHED'}  {row['model']}: "
+            f"{ours / row['floor_bytes']:.3f}x the floor, {ours / with_form(row):.3f}x of it with "
+            f"what the form adds, {ours / best:.3f}x of the best peer, {peer}"
         )
 
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtp import models
+from jaxtp.mesh.links import wire_bytes
 
 BATCH, SEQ, WIDTH, HEADS, INNER, VOCAB, LAYERS, EXPERTS = 8, 64, 512, 8, 2048, 2048, 2, 8
 """As many tokens as the model is wide, which is where tensor parallelism is used: what fsdp moves
@@ -41,6 +42,8 @@ class Case:
             and what nothing matches stays whole.
         mesh: The axes that the rules name, and their sizes.
         pairs: Column/row pairs of all blocks: two in attention with MLP, one in an MLP alone.
+        form_bytes: What the model's form adds to the floor of such pairs, in bytes that a device
+            sends: see `shared_heads`, `exchanged` and `fewer_ways`.
         width: Of the residual stream, in elements.
         tokens: Struct of the ids, (batch, seq).
     """
@@ -50,8 +53,26 @@ class Case:
     rules: Mapping[str, Cut]
     mesh: Mapping[str, int] = dataclasses.field(default_factory=lambda: TP)
     pairs: int = 2 * LAYERS
+    form_bytes: float = 0.0
     width: int = WIDTH
     tokens: Any = dataclasses.field(default_factory=lambda: TOKENS)
+
+
+def shared_heads(head_dim: int) -> float:
+    """Four key heads on eight devices: gradients of k and of v are summed within each pair."""
+    return LAYERS * 2 * wire_bytes("all-reduce", BATCH * SEQ * head_dim * 2, 2)
+
+
+def exchanged(columns: int) -> float:
+    """Projections in one kernel, rows cut: its shares change hands, and back for the gradient."""
+    return LAYERS * 2 * wire_bytes("all-to-all", WIDTH * columns * 2 / 8, 8)
+
+
+def fewer_ways(width: int) -> float:
+    """Attention on four of eight devices: its two reductions a layer are among four (negative)."""
+    message = BATCH * SEQ * width * 2
+    each = wire_bytes("all-reduce", message, 4) - wire_bytes("all-reduce", message, 8)
+    return LAYERS * 2 * each
 
 
 ENDS: Mapping[str, Cut] = {r".*table/embedding": {0: "tp"}, r".*head/kernel": {1: "tp"}}
@@ -252,7 +273,8 @@ def _llama(kv_heads: int) -> Case:
         r".*embed_tokens/embedding": {0: wide},
         r".*lm_head/kernel": {1: wide},
     }
-    return _nnx(models.abstract(config), rules, mesh=mesh)
+    form = 0.0 if kv_heads == 8 else shared_heads(64)
+    return _nnx(models.abstract(config), rules, mesh=mesh, form_bytes=form)
 
 
 def _gpt() -> Case:
@@ -272,7 +294,8 @@ def _gpt() -> Case:
         r".*c_fc/bias": {1: BOTH},
         r".*mlp/c_proj/kernel": {1: BOTH},
     }
-    return _nnx(models.abstract(config), rules, mesh=FACTORED, width=768)
+    form = fewer_ways(768)
+    return _nnx(models.abstract(config), rules, mesh=FACTORED, width=768, form_bytes=form)
 
 
 APART: Mapping[str, Cut] = {r".*/[qkv]/kernel": {1: "tp"}, r".*/o/kernel": {0: "tp"}}
@@ -299,9 +322,12 @@ MODELS: Mapping[str, Callable[[], Case]] = {
             r".*/(c_attn|c_fc)/bias": {0: "tp"},
             r".*/(c_proj|c_out)/kernel": {0: "tp"},
         },
+        form_bytes=exchanged(3 * WIDTH),
     ),
     "phi3, fused gate|up": lambda: _linen(
-        FusedGate, {**APART, r".*/gate_up/kernel": {1: "tp"}, r".*/down/kernel": {0: "tp"}}
+        FusedGate,
+        {**APART, r".*/gate_up/kernel": {1: "tp"}, r".*/down/kernel": {0: "tp"}},
+        form_bytes=exchanged(2 * INNER),
     ),
     "moe, top 2 of 8": lambda: _linen(Experts, {**APART, r".*/w_(in|out)": {0: "tp"}}),
     "linen Dense(Dense)": lambda: _linen(

@@ -136,7 +136,7 @@ def test_the_reason_prices_all_three():
         for w, h in zip(wire, held, strict=True)
     ]
     assert plan["qkv"].reasons[-1] == (
-        "on dim 0, the cheapest per device for a layer forward and backward: "
+        "on dim 0, the cheapest with `parallelize` for a layer forward and backward, per device: "
         f"whole {said[0]}; on dim 0 {said[1]}; cut as it lies {said[2]}"
     )
     assert plan["qkv"].num_bytes == weight

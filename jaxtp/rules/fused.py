@@ -69,7 +69,10 @@ def hold(
 def _cheapest(decision: ParamDecision, ways: Sequence[Way], mesh: MeshShape) -> ParamDecision:
     best = min(ways, key=lambda way: (way.wire, way.held))
     prices = "; ".join(map(str, ways))
-    reason = f"{best.what}, the cheapest per device for a layer forward and backward: {prices}"
+    reason = (
+        f"{best.what}, the cheapest with `parallelize` for a layer forward and backward, per device: "
+        f"{prices}"
+    )
     changes = {} if best.what == "whole" else {"fallback": ""}
     return decision.revise(best.spec, reason, **changes)
 

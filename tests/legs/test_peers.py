@@ -1,8 +1,8 @@
-"""The comparison of `scripts/bench_peers.py` on two of its models.
+"""The comparison of `scripts/bench_peers.py` on four of its models.
 
 python -m pytest tests/legs/test_peers.py
 
-About ten programs for eight GPUs; five minutes on two cores. google-parallax is not needed.
+Twenty programs for eight GPUs; two to four minutes on two cores. google-parallax is not needed.
 """
 
 import re
@@ -23,7 +23,7 @@ MIB = 2**20
 
 @pytest.fixture(
     scope="module",
-    params=["linen encoder", "llama, 8 kv heads"],
+    params=["linen encoder", "llama, 4 kv heads", "gpt2, fused qkv", "phi3, fused gate|up"],
     ids=lambda name: re.sub(r"\W+", "-", name),
 )
 def row(request):
@@ -33,8 +33,9 @@ def row(request):
 @pytest.mark.timeout(1800)
 def test_jaxtp_moves_the_floor_and_no_peer_moves_less(row):
     _, best = bench_peers.best_peer(row)
-    assert row["jaxtp"]["wire_bytes"] <= min(best, 1.02 * row["floor_bytes"])
-    assert row["jaxtp"]["collectives"].keys() == {"all-reduce"}
+    assert row["jaxtp"]["wire_bytes"] <= min(best, 1.02 * bench_peers.with_form(row))
+    kinds = {"all-reduce"} | ({"all-to-all"} if "fused" in row["model"] else set())
+    assert row["jaxtp"]["collectives"].keys() - {"all-gather"} == kinds  # of a fused bias
     assert row["jaxtp"]["plan_seconds"] < 20
 
 
