@@ -17,7 +17,7 @@ from test_state import small_plan, specs_of
 from jaxtp import errors
 from jaxtp.apply import shard
 from jaxtp.init import init_optimizer, init_sharded
-from jaxtp.io import checkpoint
+from jaxtp.io.checkpoint import Checkpoints
 from jaxtp.models.llama import Llama
 from jaxtp.planner import make_plan
 from jaxtp.train.step import jit_step
@@ -307,8 +307,9 @@ def test_restored_states_go_on_in_place(tmp_path):
     traces = []
     step = jit_step(counted(train(tx), traces), state, mesh(2, 4))
     state, _ = step(state, batches(1)[0])
-    checkpoint.save(tmp_path / "one", state)
-    restored = checkpoint.restore(tmp_path / "one", state)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state)
+        restored = checkpoints.restore(state).state
     want, _ = step(state, batches(2)[1])
     restored, _ = step(restored, batches(2)[1])
     memory = addresses(restored)
