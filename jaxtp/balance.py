@@ -83,8 +83,8 @@ def step_seconds(stages: Stages, kinds: Sequence[DeviceKind], work: Work) -> flo
 
     The number of ticks is that of Narayanan et al. 2021, section 2.2. All stages wait for each
     other at the end of a tick, so it takes as long as the slowest chunk on its own kind of GPU, and
-    the micro-batch is sent on once in the forward and once in the backward pass. The head runs on
-    all stages' devices behind the last tick, at the pace of the slowest.
+    the micro-batch is sent on once in the forward and once in the backward pass. All stages share
+    the head behind the last tick, at the pace of the slowest.
 
     Args:
         stages: Layers of each stage.

@@ -279,8 +279,9 @@ class Config:
     seed: int = 0
     """Of the parameters and of the order of the data."""
 
-    remat: Literal["none", "full", "block_outputs", "dots"] = "none"
-    """What the backward pass recomputes instead of keeping."""
+    remat: Literal["none", "full", "block_outputs", "dots", "stage"] = "none"
+    """What the backward pass recomputes instead of keeping, layer by layer, or with stage all that
+    a pipeline stage does in one tick."""
 
     target: str = ""
     """The machine to cost the run on, such as `h100:4x8`; default: the GPUs that are there."""

@@ -34,6 +34,7 @@ from jaxtp.train import watch
 from jaxtp.train.loop import fit
 from jaxtp.train.meter import Meter
 from jaxtp.train.metrics import METRICS_FILE
+from jaxtp.train.paper import strategies
 from jaxtp.train.restarts import Preemption, supervise
 from jaxtp.train.setup import Setup, prepare
 from jaxtp.train.update import TrainState
@@ -66,7 +67,7 @@ def main(config: Config) -> int:
     setup = prepare(config)
     config = setup.config
     say(f"{setup.plan}\n")
-    say(describe(setup))
+    say("\n".join((describe(setup), *strategies(config, setup.plan))))
     is_first = jax.process_index() == 0
     watchers = [watch.tensorboard(folder)] if config.run.tensorboard and is_first else []
     profiler = watch.Profiler(folder / "profile")

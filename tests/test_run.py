@@ -1,5 +1,6 @@
 """Runs from config files: scripts/train.py from the command line, and what watches a run."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -10,11 +11,15 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 
-from jaxtp.config import Config, Mesh, Precision
-from jaxtp.errors import BadConfig
+from jaxtp import models
+from jaxtp.config import Batch, Config, Mesh, Pipeline, Precision, parse
+from jaxtp.errors import BadConfig, SizeMismatch
+from jaxtp.sizes import resolve
 from jaxtp.train import watch
-from jaxtp.train.setup import prepare
+from jaxtp.train.setup import loss_of, model_of, prepare
+from jaxtp.train.text import read_text
 
 ROOT = Path(__file__).parent.parent
 
@@ -83,6 +88,32 @@ def test_run_that_shall_not_resume_does_not_start_over_checkpoints(tmp_path):
     assert "checkpoints up to step 4, and run.resume is off" in wrong.stderr
 
 
+def test_stages_of_two_kinds_train_as_one_device(tmp_path):
+    """One layer on the A100s, three on the H100s, by DeepSpeed's spelling and a target."""
+    flags = ("--steps", "2", "--run.checkpoint-every", "0", "--pipeline.allow-heterogeneous")
+    mixed = ("--target", "a100-80:1x4+h100:1x4", "--pipeline.load-balance", "compute_first")
+    ran = run(tmp_path, "--mesh.pp", "2", *flags, *mixed)
+    assert ran.returncode == 0, ran.stderr
+    for text in (
+        "plan for pp=2 x fsdp=2 x tp=2",
+        "stages: 2 stages of 1, 3 layers, 2 micro-batches; each idles 33.3% of the time",
+        "P(pp, fsdp, tp)",
+        "stages on a100-80 + h100; a step is ticks x",
+        "compute_first: ",
+    ):
+        assert text in ran.stdout
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    first, second = (json.loads(line)["loss"] for line in lines)
+    config = resolve(parse(json.dumps(FILE))[0], 4)
+    model = model_of(config)
+    _, params = nnx.split(models.build(model, nnx.Rngs(config.seed)))
+    batch = read_text(config, model.vocab_size).train(0)
+    loss = loss_of(model)
+    expected = jax.jit(loss.total)(params, batch) / loss.count(batch)
+    assert first == pytest.approx(float(expected), rel=1e-5)
+    assert second < first
+
+
 def test_mistakes_end_a_run_before_it_starts(tmp_path):
     wrong = run(tmp_path, "--mesh.tp", "3", "--batch.size", "9")
     assert wrong.returncode == 2
@@ -92,7 +123,6 @@ def test_mistakes_end_a_run_before_it_starts(tmp_path):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (Config(mesh=Mesh(tp=4, pp=2)), r"TP020 at mesh\.pp: pp=2, but"),
         (Config(precision=Precision(compute="float16")), "no float16 matrix products on CPUs"),
         (Config(model="llama-tinny"), "TP020 at model: no preset .*\n  fix: llama-tiny"),
     ],
@@ -100,6 +130,26 @@ def test_mistakes_end_a_run_before_it_starts(tmp_path):
 def test_what_this_machine_cannot_do_is_refused(config, message):
     with pytest.raises(BadConfig, match=message):
         prepare(config)
+
+
+def test_evaluation_goes_through_the_stages_too():
+    config = Config(mesh=Mesh(tp=4, pp=2), pipeline=Pipeline(micro_batches=6), batch=Batch(size=12))
+    with pytest.raises(
+        SizeMismatch, match=r"at run.eval_windows: 64 .* 6 micro-b.*\n  fix: 60, 66"
+    ):
+        prepare(config)
+
+
+def test_devices_of_several_kinds_must_be_named(monkeypatch):
+    @dataclasses.dataclass
+    class Device:
+        device_kind: str
+
+    kinds = ["NVIDIA A100", "NVIDIA H100"]
+    monkeypatch.setattr(jax, "devices", lambda: [Device(kind) for kind in kinds for _ in range(4)])
+    message = r"TP020 at target: .* several kinds: NVIDIA A100, NVIDIA H100\n.*a100-80:1x8\+h100"
+    with pytest.raises(BadConfig, match=message):
+        prepare(Config(mesh=Mesh(tp=4, pp=2)))
 
 
 def test_tensorboard_needs_its_writer(tmp_path, monkeypatch):

@@ -119,7 +119,7 @@ def work_of(config: Config, plan: Plan) -> Work:
     state, rows = abstract_state(config, model), plan.stages.num_rounds * plan.stages.block
     return Work(
         layer_flops=again * in_layers / layers / plan.stages.micro_batches / per_stage,
-        end_flops=(whole - in_layers) / per_stage,
+        end_flops=(whole - in_layers) / cluster.num_devices,
         layer_bytes=state_bytes_per_device(state, plan, cut_by=plan.mesh.pp) // rows,
         permute_seconds=max(cluster.permute_seconds(num_bytes, *pair) for pair in ring),
     )

@@ -18,7 +18,7 @@ from jaxtp.activations import use_plan
 from jaxtp.apply import shard_batch
 from jaxtp.balance import deal
 from jaxtp.config import Config, settings
-from jaxtp.errors import BadConfig
+from jaxtp.errors import BadConfig, SizeMismatch, join
 from jaxtp.init import init_sharded
 from jaxtp.mesh.build import make_mesh, plan_mesh
 from jaxtp.mesh.cluster import Cluster
@@ -70,6 +70,7 @@ def prepare(config: Config) -> Setup:
 
     Raises:
         BadConfig: TP020, for settings that this machine or this version cannot follow.
+        SizeMismatch: TP003, if evaluation's sequences do not divide into micro-batches.
         BadData: TP130, for text that is missing or too short.
         ProcessesDisagree: TP014, if processes have other settings, another plan or mesh.
         JaxtpError: whatever `resolve`, `make_plan` and `init_sharded` raise.
@@ -211,11 +212,21 @@ def stage_kinds(config: Config) -> tuple[DeviceKind, ...]:
 
 
 def _check_machine(config: Config) -> None:
-    if config.mesh.pp > 1:
+    pieces = config.batch.accumulation * config.mesh.dp * config.mesh.fsdp
+    if config.mesh.pp > 1 and config.run.eval_windows % pieces:
+        below = config.run.eval_windows // pieces * pieces
+        raise SizeMismatch(
+            f"{config.run.eval_windows} sequences do not divide by {config.batch.accumulation} "
+            f"micro-batches x {pieces // config.batch.accumulation} data-parallel devices",
+            where="run.eval_windows",
+            fix=join(n for n in (below, below + pieces) if n),
+        )
+    kinds = {device.device_kind for device in jax.devices()}
+    if len(kinds) > 1 and not stage_kinds(config):
         raise BadConfig(
-            f"pp={config.mesh.pp}, but training in stages is not built yet",
-            where="mesh.pp",
-            fix="mesh.pp=1, with more tp or fsdp",
+            f"the devices are of several kinds: {join(sorted(kinds))}",
+            where="target",
+            fix="name them in the order of jax.devices(), such as a100-80:1x8+h100:1x8",
         )
     if config.precision.compute == "float16" and jax.default_backend() == "cpu":
         raise BadConfig(
