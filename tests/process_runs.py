@@ -15,20 +15,29 @@ import jax
 import jax.numpy as jnp
 
 import jaxtp
+from jaxtp.mesh.distributed import gather
 
 STEPS = 1000
 FAULT_STEP = 5
 
 
 def initialize(address, num_processes, process, **options):
-    jax.config.update("jax_num_cpu_devices", 8 // num_processes)
-    jaxtp.initialize(address, num_processes, process, heartbeat_timeout=4.0, **options)
+    jaxtp.initialize(
+        address, num_processes, process, cpu_devices=8, heartbeat_timeout=4.0, **options
+    )
 
 
 def join(*run, timeout="20"):
     """Starts, agrees and ends."""
     initialize(*run, timeout=float(timeout))
     assert (jax.process_count(), jax.device_count()) == (run[1], 8)
+
+
+def launched():
+    """Leaves all to the launcher's environment, agrees and ends."""
+    jaxtp.initialize(cpu_devices=8, timeout=60.0, heartbeat_timeout=4.0)
+    assert (jax.process_count(), jax.device_count()) == (2, 8)
+    assert set(gather("x", os.getpid())) == {0, 1}
 
 
 def steps(*run, fault="", culprit="1", seconds="0"):
@@ -41,6 +50,7 @@ def steps(*run, fault="", culprit="1", seconds="0"):
     with jaxtp.watchdog(float(seconds), mesh) as done:
         for number in range(1, STEPS + 1):
             if number == FAULT_STEP and jax.process_index() == int(culprit):
+                print(f"fault at {time.time()}", flush=True)  # noqa: T201
                 FAULTS[fault]()
             x = jax.block_until_ready(step(x))
             done(number)
@@ -75,6 +85,6 @@ def fail():
 FAULTS = {"kill": die, "stop": freeze, "sleep": sleep, "raise": fail}
 
 if __name__ == "__main__":
-    name, address, num_processes, process, *options = sys.argv[1:]
-    chosen = dict(option.split("=") for option in options)
-    globals()[name](address, int(num_processes), int(process), **chosen)
+    name, *run = sys.argv[1:]
+    options = dict(option.split("=") for option in run[3:])
+    globals()[name](*run[:1], *map(int, run[1:3]), **options)

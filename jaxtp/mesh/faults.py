@@ -258,8 +258,9 @@ def _position() -> str:
     frame = sys._current_frames().get(threading.main_thread().ident or 0)  # pyright: ignore[reportPrivateUsage]
     found = "?"
     while frame is not None:
-        found = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
-        if not any(part in frame.f_code.co_filename for part in ("/jax/", "/jaxlib/")):
+        code = frame.f_code
+        found = f"{os.path.basename(code.co_filename)}:{frame.f_lineno} in {code.co_name}"
+        if not any(part in code.co_filename for part in ("/jax/", "/jaxlib/")):
             break
         frame = frame.f_back
     return found

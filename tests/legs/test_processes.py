@@ -1,0 +1,314 @@
+"""Several real processes over gloo: the numbers of one, and a coded end for every fault.
+
+python -m pytest tests/legs/test_processes.py        about four minutes on two cores
+"""
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+WORKER = ROOT / "tests" / "process_runs.py"
+STEPS, EVERY = 6, 3
+CONFIG = {
+    "steps": STEPS,
+    "seq_len": 16,
+    "batch": {"size": 4},
+    "mesh": {"tp": 4, "dp": 2},
+    "precision": {"compute": "float32"},
+    "run": {"checkpoint_every": EVERY, "eval_every": EVERY, "eval_windows": 2},
+}
+NUMBERS = ("loss", "grad_norm", "validation_loss")
+
+HEARTBEAT = 4.0  # of process_runs.py, in seconds
+SLACK = 5.0  # two busy cores
+
+
+class Runs:
+    """Starts programs as one process or as several, with compiled programs kept between starts."""
+
+    def __init__(self, root):
+        self.root = root
+        (root / "text").mkdir()
+        for number in range(30):
+            words = random.Random(number).choices(["the", "cat", "sat", "on", "a", "mat"], k=400)
+            (root / "text" / f"{number}.txt").write_text(" ".join(words))
+        config = CONFIG | {"data": {"files": f"{root}/text/*.txt"}}
+        (root / "config.json").write_text(json.dumps(config))
+        self.environment = {
+            **os.environ,
+            "PYTHONUNBUFFERED": "1",
+            "JAX_COMPILATION_CACHE_DIR": str(root / "cache"),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        }
+
+    def start(self, command, **variables):
+        return subprocess.Popen(
+            [*map(str, command)],
+            cwd=ROOT,
+            env=self.environment | variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def train(self, folder, *flags, count=1, each=({}, {}), more=((), ())):
+        """Processes of scripts/train.py; `each` and `more` are one's own variables and flags."""
+        command = [sys.executable, "scripts/train.py", self.root / "config.json"]
+        command += ["--run.folder", self.root / folder, *flags]
+        address, together = f"localhost:{free_port()}", []
+        for i in range(count):
+            own = {"JAX_NUM_PROCESSES": str(count), "JAX_PROCESS_ID": str(i), **each[i]}
+            own["JAX_COORDINATOR_ADDRESS"] = address
+            together.append(self.start([*command, *more[i]], **(own if count > 1 else {})))
+        return together
+
+    def metrics(self, folder):
+        path = self.root / folder / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def free_port():
+    # Where the roster's port, 4096 below, is no ephemeral one of the other processes here.
+    while True:
+        port = random.randrange(20000, 32000)
+        with contextlib.suppress(OSError), socket.create_server(("", port)):
+            return port
+
+
+def finish(processes, limit=150):
+    """(exit code, standard output, standard error) of each; none outlives the limit."""
+    end = time.monotonic() + limit
+    try:
+        results = [p.communicate(timeout=max(1, end - time.monotonic())) for p in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [(p.returncode, out, err) for p, (out, err) in zip(processes, results, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    return Runs(tmp_path_factory.mktemp("processes"))
+
+
+@pytest.fixture(scope="module")
+def alone(runs):
+    """The metrics of one process with eight devices."""
+    [(code, _, err)] = finish(runs.train("alone"))
+    assert code == 0, err
+    return runs.metrics("alone")
+
+
+@pytest.fixture(scope="module")
+def together(runs):
+    """The metrics of two processes with four devices each."""
+    (code, out, err), (other, quiet, _) = finish(runs.train("together", count=2))
+    assert (code, other) == (0, 0), err
+    assert "2 processes on 1 hosts, 8 devices\n" in out
+    assert "probed 8 devices, 0 wrong" in out
+    # All that the second says is gloo's.
+    assert [line for line in quiet.splitlines() if not line.startswith("[Gloo]")] == []
+    return runs.metrics("together")
+
+
+def differences(one, other):
+    assert [line["step"] for line in one] == [line["step"] for line in other]
+    return {
+        name: max(abs(x[name] - y[name]) for x, y in zip(one, other, strict=True) if name in x)
+        for name in NUMBERS
+    }
+
+
+def test_two_processes_train_and_evaluate_as_one(alone, together):
+    found = differences(alone, together)
+    print("one process against two:", found)  # noqa: T201
+    assert len(together) == STEPS
+    assert found["loss"] < 1e-6
+    assert found["validation_loss"] < 1e-6
+    assert found["grad_norm"] < 1e-5
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 2)])
+def test_what_some_processes_saved_others_resume(runs, alone, together, before, after):
+    source, folder = {1: "alone", 2: "together"}[before], f"from{before}to{after}"
+    shutil.copytree(runs.root / source, runs.root / folder)
+    shutil.rmtree(runs.root / folder / "checkpoints" / str(STEPS))
+    results = finish(runs.train(folder, count=after))
+    assert [code for code, _, _ in results] == [0] * after, results[0][2]
+    assert f"continuing after step {EVERY}" in results[0][1]
+    found = differences({1: alone, 2: together}[before], runs.metrics(folder))
+    print(f"{before} processes, resumed by {after}:", found)  # noqa: T201
+    if before == after:
+        assert set(found.values()) == {0}
+    assert found["loss"] < 1e-6
+    assert found["validation_loss"] < 1e-6
+
+
+FAULTS = [
+    # what happens in step 5, to whom, step_timeout in s, s until the other has ended
+    ("kill", 1, 0, 0),
+    ("kill", 0, 0, 0),
+    # Process 0 first lets the others end, up to 5 s.
+    ("stop", 1, 0, HEARTBEAT + 5),
+    ("stop", 0, 0, HEARTBEAT + 2),
+    ("raise", 1, 0, 0),
+    ("raise", 0, 0, 0),
+    ("sleep", 1, 2, 2),
+]
+
+
+@pytest.mark.parametrize(("fault", "culprit", "step_timeout", "seconds"), FAULTS)
+def test_a_lost_process_ends_the_other_in_bounded_time(runs, fault, culprit, step_timeout, seconds):
+    options = [f"fault={fault}", f"culprit={culprit}", f"seconds={step_timeout}"]
+    address = f"localhost:{free_port()}"
+    both = [
+        runs.start([sys.executable, WORKER, "steps", address, 2, i, *options]) for i in range(2)
+    ]
+    try:
+        # The culprit's last line says when.
+        while not (line := both[culprit].stdout.readline()).startswith("fault at"):
+            assert line, both[culprit].stderr.read()
+        code = both[1 - culprit].wait(60)
+        took = time.time() - float(line.split()[-1])
+    finally:
+        for process in both:
+            process.kill()
+        errors = [process.communicate()[1] for process in both]
+    err = errors[1 - culprit]
+    print(f"{fault} {culprit}: the other ended after {took:.1f} s")  # noqa: T201
+    assert took < seconds + SLACK
+    assert "TP002 at step 5: " in err
+    assert "mesh tp=8 over 2 processes" in err
+    assert "NCCL_DEBUG=WARN" in err
+    assert f"process {culprit}" in err if fault != "sleep" else "process 1 " in err
+    if fault == "raise":
+        assert "it failed with no more text" in err
+    if (fault, culprit) == ("sleep", 1):
+        assert "in sleep" in err
+    # JAX's own abort is 20 ms behind when process 0 dies, and may win on a busy machine.
+    expected = {75, -signal.SIGABRT} if (fault, culprit) == ("kill", 0) else {75}
+    assert code in expected
+
+
+@pytest.mark.parametrize("there", [0, 1])
+def test_a_process_that_never_starts_is_named(runs, there):
+    start = time.monotonic()
+    [(code, _, err)] = finish(
+        [
+            runs.start(
+                [sys.executable, WORKER, "join", f"localhost:{free_port()}", 2, there, "timeout=4"]
+            )
+        ]
+    )
+    assert time.monotonic() - start < 4 + 2 * SLACK  # with the start of Python
+    assert code == 75
+    missing = "process 1 of 2 did not come in 4 s" if there == 0 else "did not reach process 0"
+    assert f"TP002 at start-up: {missing}" in err or missing in err
+
+
+@pytest.mark.parametrize(
+    ("variables", "flags", "difference"),
+    [
+        ({}, ("--steps", "7"), "steps: 6 on process 0, 7 on process 1"),
+        (
+            {"JAX_DEFAULT_MATMUL_PRECISION": "highest"},
+            (),
+            "jax_default_matmul_precision: None on process 0, highest on process 1",
+        ),
+        (
+            {"XLA_FLAGS": "--xla_cpu_enable_fast_math=true"},
+            (),
+            "XLA_FLAGS:  on process 0, --xla_cpu_enable_fast_math=true on process 1",
+        ),
+    ],
+)
+def test_processes_that_differ_end_before_the_first_step(runs, variables, flags, difference):
+    start = time.monotonic()
+    both = finish(runs.train("differ", count=2, each=({}, variables), more=((), flags)))
+    assert time.monotonic() - start < 60
+    for code, _, err in both:
+        assert code == 2
+        assert "TP014: the processes differ in 1 facts" in err
+        assert difference in err
+    assert runs.metrics("differ") == []
+
+
+def test_supervised_processes_start_again_after_one_is_killed(runs, together):
+    both = runs.train("again", "--run.max_restarts", "2", "--run.checkpoint_every", "1", count=2)
+    while len(runs.metrics("again")) < 2:
+        time.sleep(0.1)
+        assert both[0].poll() is None
+    children = Path(f"/proc/{both[1].pid}/task/{both[1].pid}/children").read_text().split()
+    os.kill(int(children[0]), signal.SIGKILL)
+    (code, out, err), (other, _, _) = finish(both)
+    assert (code, other) == (0, 0), err
+    assert "TP002" in err
+    assert "the run ended with 75; start 2 follows" in out
+    assert set(differences(together, runs.metrics("again")).values()) == {0}
+
+
+def test_open_mpi_is_left_to_jax(runs):
+    launcher = {
+        "OMPI_MCA_orte_hnp_uri": f"{random.randrange(4096)}.0;tcp://127.0.0.1:9",
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    }
+    both = [
+        runs.start(
+            [sys.executable, WORKER, "launched"],
+            **launcher,
+            OMPI_COMM_WORLD_RANK=str(i),
+            OMPI_COMM_WORLD_LOCAL_RANK=str(i),
+        )
+        for i in range(2)
+    ]
+    for code, _, err in finish(both):
+        assert code == 0, err
+
+
+def test_slurm_script_saves_before_the_limit_and_queues_again(runs):
+    """`srun` and `scontrol` are stand-ins: two local processes with Slurm's variables."""
+    tools = runs.root / "tools"
+    tools.mkdir()
+    (tools / "srun").write_text(
+        """#!/bin/bash
+while [[ "$1" == --* ]]; do shift; done
+export SLURM_NTASKS=2 SLURM_STEP_NODELIST=localhost SLURM_STEP_TASKS_PER_NODE=2 SLURM_NODEID=0
+for i in 0 1; do SLURM_PROCID=$i SLURM_LOCALID=$i "$@" & tasks+=($!); done
+trap 'kill -TERM "${tasks[@]}"' TERM
+while kill -0 "${tasks[@]}" 2>/dev/null; do wait "${tasks[0]}"; code=$?; done
+exit $code
+"""
+    )
+    (tools / "scontrol").write_text(f'#!/bin/bash\necho "$@" >> {runs.root}/queued\n')
+    for tool in ("srun", "scontrol"):
+        (tools / tool).chmod(0o755)
+    job = runs.start(
+        ["bash", "scripts/slurm_train.sbatch", runs.root / "config.json"]
+        + ["--run.folder", runs.root / "slurm", "--steps", "2000", "--run.eval_every", "2000"],
+        PATH=f"{tools}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        SLURM_JOB_ID=str(random.randrange(4096)),
+    )
+    while len(runs.metrics("slurm")) < 2:
+        time.sleep(0.1)
+        assert job.poll() is None
+    job.send_signal(signal.SIGUSR1)
+    [(code, out, err)] = finish([job])
+    assert code == 143, err
+    last = runs.metrics("slurm")[-1]["step"]
+    saved = {int(p.name) for p in (runs.root / "slurm" / "checkpoints").glob("[0-9]*")}
+    assert last in saved
+    assert "stopped because it was asked to" in out
+    assert (runs.root / "queued").read_text().startswith("requeue ")
