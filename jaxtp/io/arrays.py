@@ -14,6 +14,7 @@ import functools
 import gc
 import json
 import logging
+import math
 import sys
 import textwrap
 from collections.abc import Callable, Generator, Mapping
@@ -34,6 +35,14 @@ from jaxtp.trees import PyTree, canonical, leaves, partition_spec, shape_dtype
 ITEM = "state"
 """What Orbax calls the arrays, and their folder."""
 
+
+CHUNK_BYTES = 64 * 2**20
+"""Largest piece of an array that a file is read by. Without a limit a piece is what one device
+held, and each of 8 devices would read all of what was saved by one."""
+
+IN_FLIGHT_GB = 2
+"""What a process reads at a time, or two of its largest slices: enough requests to keep disks and
+networks busy, and host memory for few arrays instead of the model."""
 
 SIZES = "sizes.json"
 """A file beside the arrays: every other file there -> its bytes."""
@@ -84,6 +93,12 @@ def stored(tree: PyTree, plan: Plan | None, overrides: Overrides | None) -> dict
     }
 
 
+def save_args(arrays: Mapping[str, Any]) -> ocp.args.StandardSave:
+    """What Orbax needs to write arrays by path."""
+    pieces = ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES)
+    return ocp.args.StandardSave(dict(arrays), save_args=dict.fromkeys(arrays, pieces))
+
+
 def read(
     folder: Path, plan: Plan | None, wanted: Mapping[str, Stored], overrides: Overrides | None
 ) -> dict[str, Stored]:
@@ -96,8 +111,8 @@ def read(
     handler: Any = Handler()
     with reading(folder):
         _check_sizes(folder)
-        metadata = handler.metadata(folder / ITEM)
-        structs = {p: jax.ShapeDtypeStruct(m.shape, m.dtype) for p, m in dict(metadata).items()}
+        metadata = dict(handler.metadata(folder / ITEM))
+        structs = {p: jax.ShapeDtypeStruct(m.shape, m.dtype) for p, m in metadata.items()}
         saved = stored(structs, plan, overrides)
     _compare(folder, saved, wanted)
     # A number stays one: a Flax TrainState counts its steps in one until the first.
@@ -107,6 +122,8 @@ def read(
         else target.value
         for path, target in wanted.items()
     }
+    largest = max((_bytes_touched(request[path], metadata[path]) for path in request), default=0)
+    handler = Handler(restore_concurrent_gb=max(IN_FLIGHT_GB, 1 + 2 * largest // 10**9))
     with reading(folder):
         arrays = handler.restore(folder / ITEM, args=ocp.args.StandardRestore(request))
     return {path: Stored(arrays[path], saved[path].padding) for path in wanted}
@@ -173,6 +190,16 @@ def _check_sizes(folder: Path) -> None:
         there = path.stat().st_size if path.exists() else 0
         if there != size:
             raise damaged(folder, f"{ITEM}/{name} has {there:,} of {size:,} bytes")
+
+
+def _bytes_touched(wanted: Any, metadata: Any) -> int:
+    """Most bytes of the pieces that one device's slice of an array lies in; 0 for numbers."""
+    sharding, storage = getattr(wanted, "sharding", None), metadata.storage
+    if sharding is None or storage is None or len(wanted.shape) != len(storage.chunk_shape):
+        return 0
+    dims = zip(sharding.shard_shape(wanted.shape), storage.chunk_shape, metadata.shape, strict=True)
+    pieces = [(min(-(-cut // piece) + 1, -(-size // piece)) * piece) for cut, piece, size in dims]
+    return math.prod(pieces) * metadata.dtype.itemsize
 
 
 def _compare(folder: Path, saved: Mapping[str, Stored], wanted: Mapping[str, Stored]) -> None:

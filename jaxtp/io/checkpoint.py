@@ -120,7 +120,7 @@ class Checkpoints:
                 extra=extra or {},
             )
         items: dict[str, Any] = {
-            arrays.ITEM: ocp.args.StandardSave(found),
+            arrays.ITEM: arrays.save_args(found),
             about.ITEM: ocp.args.JsonSave(note.to_json()),
         }
         with _writing(self.folder):
