@@ -51,3 +51,7 @@ def __getattr__(name: str) -> Any:
     if name not in LAZY:
         raise AttributeError(f"module 'jaxtp' has no attribute {name!r}")
     return getattr(importlib.import_module(f"jaxtp.{LAZY[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

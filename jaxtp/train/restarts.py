@@ -75,7 +75,9 @@ class Preemption:
     def _note(self, number: int, frame: FrameType | None) -> None:
         del frame
         self.exit_code = 128 + number
-        signal.signal(number, self._before[number])
+        # SIGTERM may come twice: Slurm sends it to all processes, and `supervise` passes it on.
+        if number == signal.SIGINT:
+            signal.signal(number, self._before[number])
 
 
 def supervise(
