@@ -38,12 +38,12 @@ LAZY = {"Checkpoints": "io.checkpoint", "load_hf": "io.hf", "save_hf": "io.hf"}
 """Names whose modules bring Orbax or Flax with them, imported when they are first used."""
 
 __all__ = [
-    "Checkpoints", "JaxtpError", "JaxtpWarning", "MeshShape", "ParamDecision", "Plan",
+    "Checkpoints", "JaxtpError", "JaxtpWarning", "MeshShape", "ParamDecision", "Plan", "agree",
     "annotate", "check", "compile_options", "constrain", "dump_tree", "export_rules",
-    "init_optimizer", "init_sharded", "jit_step", "load_hf", "load_tree", "make_mesh",
-    "make_plan", "mask_padding", "parallelize", "plan_mesh", "preflight", "save_hf",
-    "scan_layers", "see_tp_plan", "shard", "shard_batch", "state_specs", "unshard", "use_plan",
-    "verify",
+    "init_optimizer", "init_sharded", "initialize", "jit_step", "load_hf", "load_tree",
+    "make_mesh", "make_plan", "mask_padding", "parallelize", "plan_mesh", "preflight", "probe",
+    "save_hf", "scan_layers", "see_tp_plan", "shard", "shard_batch", "state_specs", "unshard",
+    "use_plan", "verify", "watchdog",
 ]  # fmt: skip
 
 
