@@ -173,7 +173,7 @@ def preflight(
         batch: Sequences of the global batch.
         seq: Tokens of one sequence.
         layers: Layers to compile; 0 is all of them.
-        remat: What to recompute: none, full, block_outputs or dots.
+        remat: What to recompute: none, full, block_outputs, dots or stage.
         param_dtype: Type of the stored parameters.
         attention: Kernel of attention: xla or cudnn.
         optimizer: adamw, sgd, or none for gradients only.

@@ -95,6 +95,7 @@ def test_loops_multiply_and_unknown_ones_are_named(version):
 def test_branches_count_as_taken(version):
     module = load("manual", version)
     conditional = next(one for one in module.entry if one.opcode == "conditional")
+    assert module.num_conditionals == 1
     assert len(conditional.calls) == 2
     assert [module.counts[name] for name in conditional.calls] == [1, 1]
 

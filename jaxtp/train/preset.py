@@ -52,7 +52,7 @@ class StepOptions:
     """Layers to compile; 0 is all of the preset's."""
 
     remat: str = "block_outputs"
-    """What the backward pass recomputes: none, full, block_outputs or dots."""
+    """What the backward pass recomputes: none, full, block_outputs, dots or stage."""
 
     param_dtype: str = "float32"
     """Type of the stored parameters."""

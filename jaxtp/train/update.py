@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtp.activations import use_plan
 from jaxtp.config import Precision
-from jaxtp.errors import BadConfig, join
+from jaxtp.errors import BadConfig, BadStages, join
 from jaxtp.mesh.build import plan_mesh
 from jaxtp.plan import Plan
 from jaxtp.state import plan_slots
@@ -110,10 +110,19 @@ def make_update(
         schedule: Learning rate by number of updates, to report.
         plan: Says where gradients lie.
         mesh: The mesh that the state is placed on.
-        num_micro: Micro-batches; the batch size is a multiple of it.
+        num_micro: Micro-batches; the batch size is a multiple of it. Stages have their own.
         precision: Loss scaling; by default there is none.
         offload: The optimizer's state comes from the host's memory, see `to_host`.
+
+    Raises:
+        BadStages: TP074, for micro-batches beside those of the plan's stages.
     """
+    if plan.stages is not None and num_micro > 1:
+        raise BadStages(
+            f"{num_micro} micro-batches, each cut into {plan.stages.micro_batches} for the stages",
+            where="num_micro",
+            fix=f"num_micro=1, and stages with {num_micro * plan.stages.micro_batches}",
+        )
     settings = precision or Precision()
 
     def update(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array]]:

@@ -204,3 +204,8 @@ def _notes(module: Module, report: Report, target: Target) -> Iterator[str]:
             f"{len(module.unknown_loops)} loops have a length that the compiler does not know; "
             "their bodies count once"
         )
+    if module.num_conditionals:
+        yield (
+            f"{module.num_conditionals} conditionals, whose longest branch counts every time; "
+            "in pipeline stages idle ticks count as work in HFU and in bytes sent"
+        )

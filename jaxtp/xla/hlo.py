@@ -245,6 +245,15 @@ class Module:
             and self.counts[computation.name]
         )
 
+    @property
+    def num_conditionals(self) -> int:
+        """Places that run where one of several branches is taken."""
+        return sum(
+            instruction.opcode == "conditional" and self.counts[computation.name] > 0
+            for computation in self.computations.values()
+            for instruction in computation
+        )
+
     def stack(self, instruction: Instruction) -> list[Frame]:
         """The lines an instruction comes from, innermost first; empty when not recorded."""
         found = re.search(r"stack_frame_id=(\d+)", instruction.attributes)
