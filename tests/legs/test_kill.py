@@ -220,12 +220,12 @@ def test_supervised_run_comes_back_by_itself_and_stops_when_asked(runs):
     assert runs.steps(name)[-1] == steps[-1]
 
 
-def test_run_goes_on_on_another_mesh(runs):
+def test_run_goes_on_in_pipeline_stages(runs):
     shutil.copytree(runs.root / "peace", runs.root / "moved")
-    flags = ("--mesh.tp", "8", "--mesh.fsdp", "1", "--steps", str(STEPS + 4))
-    said = runs.finish("moved", *flags)
+    flags = "--mesh.pp 2 --mesh.tp 4 --mesh.fsdp 1 --zero.stage 0 --pipeline.micro_batches 2"
+    said = runs.finish("moved", *flags.split(), "--steps", str(STEPS + 4))
     assert f"continuing after step {STEPS}\n" in said
-    assert "  mesh.tp was 2, is 8\n" in said
+    assert "  mesh.pp was 1, is 2\n" in said
     losses = [json.loads(line)["loss"] for line in runs.lines("moved")]
     assert len(losses) == STEPS + 4
     assert max(losses[-4:]) < losses[0] / 2
