@@ -19,12 +19,17 @@ class ConflictingDecisions(JaxtpError, ValueError):
 
 
 class CommunicationTimeout(JaxtpError, TimeoutError):
-    """A peer did not take part in a collective, a barrier or start-up in time.
+    """A process did not come, died, or did not take part in a step or a barrier in time.
 
-    Why it matters: JAX itself waits for ever, at full GPU load and without a log line.
-    Fix: look for the process that the message names; set NCCL_DEBUG=WARN and
-    NCCL_DEBUG_SUBSYS=INIT,NET,COLL on every process; restart the job, because the device queue of
-    the waiting processes stays blocked.
+    Why it matters: JAX itself waits for ever, at full GPU load and without a log line, or ends the
+    others with a stack trace that does not say who it was.
+    What is said: the step, the mesh, and of each process its host, when it was last heard of, what
+    it had done and where it was then. The program ends with exit code 75, from a thread if its main
+    thread waits for the devices, so that a scheduler starts it again.
+    Fix: read the log of the process that the message names; set NCCL_DEBUG=WARN and
+    NCCL_DEBUG_SUBSYS=INIT,NET,COLL on every process; start all of them again, because the device
+    queues of those that waited stay blocked. `faults.step_timeout` and `faults.heartbeat_timeout`
+    say how long to wait.
     """
 
     code = "TP002"

@@ -61,7 +61,8 @@ def initialize(
     process that runs alone it only sets `cpu_devices`, and called again it does nothing. Where
     `jax.distributed` runs already, what it does not do is added.
 
-    One process per GPU is the rule. Two terminals on one machine:
+    One process per GPU is the rule. Two terminals on one machine, where that has GPUs also with
+    JAX_LOCAL_DEVICE_IDS=0 and =1:
 
         JAX_COORDINATOR_ADDRESS=localhost:12345 JAX_NUM_PROCESSES=2 JAX_PROCESS_ID=0 python train.py
         JAX_COORDINATOR_ADDRESS=localhost:12345 JAX_NUM_PROCESSES=2 JAX_PROCESS_ID=1 python train.py
@@ -252,9 +253,15 @@ def agree(facts: Mapping[str, object], *, timeout: float = 60.0) -> None:
     """
     mine = {**process_facts(), **{name: str(value) for name, value in facts.items()}}
     text = json.dumps(mine, sort_keys=True)
-    hashes = gather("agreement", hashlib.sha256(text.encode()).hexdigest(), timeout)
-    if len(set(hashes.values())) > 1:
-        _disagree(gather("disagreement", mine, timeout))
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    camps: dict[str, list[int]] = {}
+    for process, other in sorted(gather("agreement", digest, timeout).items()):
+        camps.setdefault(other, []).append(process)
+    if len(camps) > 1:
+        # One of each camp will do: thousands of processes would send each other gigabytes.
+        speaks = camps[digest][0] == faults.own_number()
+        said = gather("disagreement", mine if speaks else None, timeout)
+        _disagree([(ids, said[ids[0]]) for ids in camps.values()])
 
 
 def process_facts() -> dict[str, str]:
@@ -278,14 +285,14 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def _disagree(facts: Mapping[int, Mapping[str, str]]) -> NoReturn:
+def _disagree(camps: Sequence[tuple[list[int], Mapping[str, str]]]) -> NoReturn:
     lines: list[str] = []
-    for name in sorted({name for mine in facts.values() for name in mine}):
+    for name in sorted({name for _, mine in camps for name in mine}):
         holders: dict[str, list[int]] = {}
-        for process, mine in sorted(facts.items()):
-            holders.setdefault(mine.get(name, "not given"), []).append(process)
+        for ids, mine in camps:
+            holders.setdefault(mine.get(name, "not given"), []).extend(ids)
         if len(holders) > 1:
-            sides = (f"{value} on {_processes(ids)}" for value, ids in holders.items())
+            sides = (f"{value} on {_processes(sorted(ids))}" for value, ids in holders.items())
             lines.append(f"{name}: {', '.join(sides)}")
     raise ProcessesDisagree(
         f"the processes differ in {len(lines)} facts:\n  " + "\n  ".join(lines[:20]),

@@ -155,7 +155,7 @@ class watchdog:
 def lost_error(what: str) -> CommunicationTimeout:
     """TP002 with what is known of each process: what it did last, and when it was last heard of."""
     lines = [what, run.mesh] if run.mesh else [what]
-    own = Peer(process=jax_process(), said=run.said(), silent=0.0, state="here")
+    own = Peer(process=own_number(), said=run.said(), silent=0.0, state="here")
     peers = [own] if run.roster is None else run.roster.peers()
     if not peers:
         lines.append("process 0 does not answer, so nothing is known of the others")
@@ -168,7 +168,7 @@ def lost_error(what: str) -> CommunicationTimeout:
     return CommunicationTimeout("\n  ".join(lines), where=run.place, fix=FIX)
 
 
-def jax_process() -> int:
+def own_number() -> int:
     """This process's number, without starting a backend."""
     return 0 if run.roster is None else run.roster.process
 

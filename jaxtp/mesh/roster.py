@@ -284,7 +284,7 @@ class Roster:
         own = {"process": self.process, "host": platform.node(), "token": self._token}
         connection.sendall(json.dumps(own | dict(request)).encode() + b"\n")
         with connection.makefile("rb") as lines:
-            line = lines.readline(LINE_BYTES)
+            line = lines.readline()
         if not line:
             raise ConnectionResetError("process 0 has closed the connection")
         return json.loads(line)

@@ -140,7 +140,7 @@ def test_two_processes_train_and_evaluate_as_one(alone, together):
     assert found["grad_norm"] < 1e-5
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 2)])
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
 def test_what_some_processes_saved_others_resume(runs, alone, together, before, after):
     source, folder = {1: "alone", 2: "together"}[before], f"from{before}to{after}"
     shutil.copytree(runs.root / source, runs.root / folder)
@@ -150,8 +150,6 @@ def test_what_some_processes_saved_others_resume(runs, alone, together, before, 
     assert f"continuing after step {EVERY}" in results[0][1]
     found = differences({1: alone, 2: together}[before], runs.metrics(folder))
     print(f"{before} processes, resumed by {after}:", found)  # noqa: T201
-    if before == after:
-        assert set(found.values()) == {0}
     assert found["loss"] < 1e-6
     assert found["validation_loss"] < 1e-6
 
@@ -256,6 +254,7 @@ def test_supervised_processes_start_again_after_one_is_killed(runs, together):
     assert (code, other) == (0, 0), err
     assert "TP002" in err
     assert "the run ended with 75; start 2 follows" in out
+    # The same processes resume bit by bit.
     assert set(differences(together, runs.metrics("again")).values()) == {0}
 
 
