@@ -37,7 +37,9 @@ ACTIVATIONS: dict[str, tuple[str, ...]] = {
     "kv_heads": (BATCH, WHOLE, UNITS, WHOLE),
     "mlp": (BATCH, WHOLE, UNITS),
     "logits": (BATCH, WHOLE, UNITS),
-    # The one weight here, (embed, kv heads, head_dim); see `spread`.
+    # Two weights. The token table as the lookup reads it: where ZeRO cuts it too, pipeline stages
+    # would else send each other parts of it first. And (embed, kv heads, head_dim), see `spread`.
+    "token_table": (UNITS, WHOLE),
     "kv_kernel": (WHOLE, UNITS, WHOLE),
 }
 """Activation name -> what each of its dims is."""

@@ -36,7 +36,7 @@ class TokenTable(nnx.Embed):
 
     def __call__(self, tokens_BT: jax.Array, out_sharding: Any = None) -> jax.Array:
         """The residual stream in front of the first layer, (batch, tokens, hidden size)."""
-        table_VD = self.embedding[...].astype(self.dtype)
+        table_VD = constrain(self.embedding[...].astype(self.dtype), "token_table")
         x_BTD = jnp.take(table_VD, constrain(tokens_BT, "tokens"), axis=0, mode="clip")
         # Whole before it is cut along the sequence: cut at once, the lookup is split over replicas
         # and tokens together, and undoing that takes permutes. NaN comes after the cut: between the
