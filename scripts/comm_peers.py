@@ -15,8 +15,11 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from jaxtp.config import parse
 from jaxtp.plan import ParamDecision
+from jaxtp.train import paper
 from jaxtp.train.preset import StepOptions, planned_step, preset_plan
+from jaxtp.train.setup import model_of, plan_of
 
 # Path of a parameter -> the dim that Megatron-LM cuts, None for whole; the first dim is the layer.
 MEGATRON: Mapping[str, int | None] = {
@@ -38,6 +41,19 @@ MEGATRON: Mapping[str, int | None] = {
 def megatron_step(mesh: Mesh, **settings: Any) -> Any:
     """The preset's step by the plan that an expert writes."""
     return _peer(mesh, StepOptions(**settings), lambda d, _: _by_hand(d), constrain=True)
+
+
+def megatron_config_step(mesh: Mesh, settings: str) -> Any:
+    """The step of a config file by the plan that an expert writes; fsdp cuts what jaxtp would."""
+    config, _ = parse(settings)
+    plan = plan_of(config, model_of(config), mesh)
+    decisions: list[ParamDecision] = []
+    for d in plan.decisions:
+        fsdp = [tuple(axis for axis in axes if axis == plan.mesh.fsdp) for axes in d.spec]
+        cut = _by_hand(d)
+        spec = tuple((("tp",) if dim == cut else ()) + fsdp[dim] for dim in range(len(d.shape)))
+        decisions.append(d.revise(spec, "by hand"))
+    return paper.planned_step(config, dataclasses.replace(plan, decisions=tuple(decisions)), mesh)
 
 
 def largest_step(mesh: Mesh, **settings: Any) -> Any:

@@ -32,7 +32,7 @@ from jaxtp.train.optimizer import build_optimizer
 from jaxtp.train.preset import model_flops
 from jaxtp.train.setup import axis_sizes, model_of, plan_of, stage_kinds, update_of
 from jaxtp.train.update import TrainState, init_state
-from jaxtp.trees import itemsize, leaves
+from jaxtp.trees import PyTree, itemsize, leaves
 from jaxtp.xla.options import compile_options
 from jaxtp.xla.preflight import preflight
 from jaxtp.xla.report import Report
@@ -41,6 +41,7 @@ from jaxtp.xla.report import Report
 def preflight_config(
     config: Config,
     *,
+    entry: str = "jaxtp.train.paper:abstract_step",
     time_limit: float = 900.0,
     on_progress: Callable[[float], None] = lambda _: None,
 ) -> tuple[Plan, Report]:
@@ -48,6 +49,8 @@ def preflight_config(
 
     Args:
         config: Settings; `target` says for which machine, e.g. `h100:8x8`.
+        entry: What makes the step from the settings, `module:function`; another one than
+            `abstract_step` compiles the same run by another plan.
         time_limit: Seconds that the compiler may take.
         on_progress: Called a few times a second with the seconds so far.
 
@@ -65,7 +68,7 @@ def preflight_config(
     plan = plan_of(config, model, mesh)
     refuse_too_large(config, abstract_state(config, model), plan, target)
     report = preflight(
-        "jaxtp.train.paper:abstract_step",
+        entry,
         target=target,
         mesh=mesh,
         keywords={"settings": json.dumps(dataclasses.asdict(config), default=str)},
@@ -80,7 +83,20 @@ def preflight_config(
         time_limit=time_limit,
         on_progress=on_progress,
     )
-    return plan, dataclasses.replace(report, notes=(*report.notes, *strategies(config, plan)))
+    notes = (*report.notes, *_offloaded(config, plan), *strategies(config, plan))
+    return plan, dataclasses.replace(report, notes=notes)
+
+
+def _offloaded(config: Config, plan: Plan) -> tuple[str, ...]:
+    """What the compiled memory has too much of, if the optimizer's state is to be on the host."""
+    if config.zero.offload_optimizer == "none":
+        return ()
+    # Compiled without a device, programs have no host memory.
+    held = state_bytes_per_device(abstract_state(config, model_of(config)).opt_state, plan)
+    return (
+        f"the peak counts {held / 2**30:,.2f} GiB of optimizer state per GPU, which "
+        "zero.offload_optimizer keeps in the host's memory between steps",
+    )
 
 
 def strategies(config: Config, plan: Plan) -> tuple[str, ...]:
@@ -133,9 +149,18 @@ def abstract_step(mesh: Mesh, settings: str) -> tuple[Any, tuple[Any, ...]]:
         settings: A resolved config as JSON text.
     """
     config, _ = parse(settings)
-    model = model_of(config)
-    plan = plan_of(config, model, mesh)
-    own_mesh = plan_mesh(mesh, plan.mesh)
+    return planned_step(config, plan_of(config, model_of(config), mesh), mesh)
+
+
+def planned_step(config: Config, plan: Plan, mesh: Mesh) -> tuple[Any, tuple[Any, ...]]:
+    """The same as `abstract_step`, for a plan from anywhere.
+
+    Args:
+        config: Resolved settings.
+        plan: Where the state lies.
+        mesh: The target's devices.
+    """
+    model, own_mesh = model_of(config), plan_mesh(mesh, plan.mesh)
     state = shard(abstract_state(config, model), mesh, plan=plan)
     update = update_of(config, model, plan, mesh)
 
@@ -178,8 +203,8 @@ def refuse_too_large(config: Config, state: TrainState, plan: Plan, target: Targ
     )
 
 
-def state_bytes_per_device(state: TrainState, plan: Plan, *, cut_by: str = "") -> int:
-    """Bytes of a whole train state, padding included, that one device holds.
+def state_bytes_per_device(state: PyTree, plan: Plan, *, cut_by: str = "") -> int:
+    """Bytes of a train state or a part of it, padding included, that one device holds.
 
     Args:
         state: Its shapes.
