@@ -128,8 +128,8 @@ def simulated() -> Section:
         thresholds=[(f"more layers on the faster stage: {gain:.2f} x even", gain > 1.15)],
         notes=[
             "the fastest of five turns; forward and backward, every layer recomputed",
-            "the model takes an idle core for each device; where both share one, what counts is all "
-            "work together: (8 x 3 + 8) / (4 x 3 + 12) = 1.33 x even",
+            "the model takes an idle core for each device; where both share one, all work together "
+            "counts: (8 x 3 + 8) / (4 x 3 + 12) = 1.33 x even",
         ],
     )
 
@@ -149,7 +149,7 @@ def slowed_step(stages: Stages) -> Callable[[], object]:
     x = jnp.asarray(draw((MICRO_BATCHES, ROWS, WIDTH), np.float32))
 
     def work(x: jax.Array, row: Any) -> jax.Array:
-        inner = jax.nn.gelu((x * row["norm"]["scale"]) @ row["up_proj"]["kernel"])
+        inner = jax.nn.gelu((x * row["norm"]["scale"][None, None]) @ row["up_proj"]["kernel"])
         return inner @ row["down_proj"]["kernel"]
 
     def again(x: jax.Array, row: Any) -> jax.Array:
