@@ -13,7 +13,8 @@ TREES_DIR holds shape listings (`jaxtp.dump_tree`) with an "expected" label for 
 as the narrowest; `soft` may stay whole; a contiguous `layout` cannot be cut as it lies. Verdicts:
 
     agree        the label's dim, as many ways as its units or its group allow
-    acceptable   a listed alternative, fewer ways, or whole where soft or fused
+    acceptable   a listed alternative, fewer ways, whole where soft or fused, or a fused array held
+                 to be taken apart at use
     missed       whole although it could be split
     wrong        split where the label says whole, on another dim, or through a fused array
     harmful      a split that does not divide, or cuts a unit
@@ -117,10 +118,10 @@ def verdict(
             return "agree"
         return "acceptable" if fused or label.get("soft") or None in others else "missed"
     (where, ways), *more = cuts
+    if fused:
+        return "acceptable" if decision.role == "fused" else "wrong"
     if more or where != dim:
         return "acceptable" if where in others and not more else "wrong"
-    if fused:
-        return "wrong"
     if units % ways:
         return "harmful"
     return "agree" if ways in wide else "acceptable"
