@@ -139,7 +139,7 @@ def settle(found: dict[str, Stored], wanted: Mapping[str, Stored]) -> dict[str, 
         source = found.pop(path)
         if isinstance(source.value, jax.Array):
             convert = _converter(source.padding, target.padding, target.value.sharding)
-            done[path] = convert(source.value)
+            done[path] = jax.block_until_ready(convert(source.value))
         else:
             done[path] = source.value
     return done

@@ -70,12 +70,12 @@ class Guard:
             TrainingDiverged: TP131, if a parameter is not finite.
         """
         with auto_context():
-            found = {
-                path: _is_finite(leaf)
+            broken = [
+                path
                 for path, leaf in leaves(parameters(state))
-                if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
-            }
-        if broken := [path for path, is_finite in found.items() if not is_finite]:
+                if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact) and not _is_finite(leaf)
+            ]
+        if broken:
             raise self._diverged(f"parameters are not finite after step {step}: {join(broken)}")
 
     def _diverged(self, what: str) -> TrainingDiverged:
