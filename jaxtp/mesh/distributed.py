@@ -183,6 +183,9 @@ def _time_limit(seconds: float) -> Generator[None]:
 
 
 def _join(launch: Launch, timeout: float, heartbeat_timeout: float) -> None:
+    # Of programs that run at the same time, gloo mixes up the collectives: with the jaxlib of jax
+    # 0.10 some processes then wait for ever. For CPU devices only.
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
     # JAX's limits come later than jaxtp's own, which say who it was.
     jax.distributed.initialize(
         launch.address,
