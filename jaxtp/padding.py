@@ -52,7 +52,7 @@ class Blocks:
         """The logical element that each stored one is; `logical`, which is none, for zeros."""
         found = np.full((len(self.pieces), self.block), self.logical)
         for row, (first, count) in zip(found, self.pieces, strict=True):
-            row[:count] = range(first, first + count)
+            row[:count] = np.arange(first, first + count)
         return found.reshape(-1)
 
     @property

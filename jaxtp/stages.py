@@ -151,12 +151,12 @@ def check_micro_batches(micro_batches: int, num_stages: int, num_rounds: int) ->
     """
     if micro_batches >= num_stages and (num_rounds == 1 or micro_batches % num_stages == 0):
         return
-    need = "at least as many" if num_rounds == 1 else f"a multiple, for {num_rounds} rounds"
+    need = "at least as many" if num_rounds == 1 else "a multiple"
+    rounds = "one round" if num_rounds == 1 else f"{num_rounds} rounds"
     below = micro_batches // num_stages * num_stages
     near = [n for n in (below, below + num_stages) if n]
     raise BadStages(
-        f"{micro_batches} micro-batches for {num_stages} stages in {num_rounds} rounds; it takes "
-        f"{need}",
+        f"{micro_batches} micro-batches for {num_stages} stages in {rounds}; it takes {need}",
         where="micro_batches",
         fix=f"micro_batches of {join(near)}",
     )

@@ -243,7 +243,7 @@ def test_stage_follows_the_mesh():
         (
             Config(mesh=Mesh(pp=4), batch=Batch(size=24, accumulation=3)),
             BadStages,
-            r"3 micro-batches for 4 stages in 1 rounds.*\n  fix: micro_batches of 4",
+            r"3 micro-batches for 4 stages in one round.*\n  fix: micro_batches of 4",
         ),
         (
             Config(mesh=Mesh(pp=4), pipeline=Pipeline(rounds=2, micro_batches=6)),

@@ -13,15 +13,15 @@ from jaxtp import models
 from jaxtp.trees import spec_text
 
 GOLDEN = Path(__file__).parent / "golden" / "plans"
-SIZES = (2, 4, 8)
+MESHES = ({"tp": 2}, {"tp": 4}, {"tp": 8}, {"pp": 4, "fsdp": 2, "tp": 2})
 
 
 def text_of(name):
-    """The plans of one preset at every tensor size: each mesh once, one line a parameter."""
+    """The plans of one preset: each mesh once, one line a parameter."""
     model, config = models.abstract(name), models.config_of(name)
     parts = []
-    for tp in SIZES:
-        plan = jaxtp.make_plan(model, {"tp": tp}, config=config)
+    for mesh in MESHES:
+        plan = jaxtp.make_plan(model, mesh, config=config)
         rows = [
             (d.path, f"{d.dtype}{list(d.shape)}", spec_text(d.spec), d.role, d.reasons[-1])
             + ((f"[{d.fallback}]",) if d.fallback else ())
@@ -33,7 +33,8 @@ def text_of(name):
             for row in rows
         )
         head = f"mesh {plan.mesh}: {plan.bytes_per_device:,} of {plan.num_bytes:,} bytes per device"
-        parts.append("\n".join((head, *(f"note {n}" for n in plan.notes), *lines)))
+        stages = (f"stages {plan.stages}",) if plan.stages else ()
+        parts.append("\n".join((head, *stages, *(f"note {n}" for n in plan.notes), *lines)))
     return "\n\n".join(parts) + "\n"
 
 

@@ -51,12 +51,53 @@ def test_the_command_prints_what_programs_need(capsys, tmp_path):
     assert text.count("<rect") > 20
 
 
+def test_the_command_compiles_what_a_config_file_says(capsys, tmp_path):
+    """Stages of two kinds, by DeepSpeed's spelling: the example of its users, made small."""
+    file = tmp_path / "train.json"
+    file.write_text(
+        json.dumps(
+            {
+                "train_batch_size": 8,
+                "gradient_accumulation_steps": 2,
+                "seq_len": 64,
+                "tensor_parallel": {"tp_size": 2, "communication": {"overlap": "AGGRESSIVE"}},
+                "pipeline_parallel": {"pp_size": 2},
+                "data_parallel_size": 2,
+                "zero_optimization": {
+                    "stage": 3,
+                    "partition_activations": True,
+                    "offload_optimizer": {"device": "cpu"},
+                },
+                "allow_heterogeneous": True,
+                "load_balance": {"enabled": True, "strategy": "COMPUTE_FIRST"},
+            }
+        )
+    )
+    main(["preflight", str(file), "--target", "a100-80:1x4+h100:1x4"])
+    out, err = capsys.readouterr()
+    assert "train.json: load_balance: mapped; --pipeline.load_balance" in err
+    for text in (
+        "stages        2 stages of 1, 3 layers, 2 micro-batches; each idles 33.3% of the time",
+        "mesh pp=2 fsdp=2 tp=2",
+        "collective-permute",
+        "GiB of optimizer state per GPU, which zero.offload_optimizer keeps",
+        "stages on a100-80 + h100; a step is ticks x",
+        "compute_first: ",
+    ):
+        assert text in out
+    assert "MFU" in out
+
+
 @pytest.mark.parametrize(
     ("args", "code"),
     [
         (["--model", "llama-nope"], "TP020"),
         (["--model", "gpt2", "--target", "h100"], "TP116"),
         (["--model", "gpt2", "--tp", "3"], "TP003"),
+        ([], "TP132: a preset with its sizes, or a config file"),
+        (["train.json", "--model", "gpt2"], "TP132"),
+        (["train.json", "--tp", "4"], "TP132"),
+        (["train.json"], "TP020 at train.json: cannot read it"),
     ],
 )
 def test_mistakes_are_found_before_anything_compiles(args, code, capsys):
