@@ -84,6 +84,16 @@ def test_state_may_be_donated_while_it_is_written(tmp_path):
     np.testing.assert_array_equal(restored.state["x"], np.ones((1024, 1024)))
 
 
+def test_what_was_bound_to_no_device_is_not_bound_to_one(tmp_path):
+    state = tree_on(make_mesh(tp=8), "tp") | {"mine": jax.random.key(5), "count": jnp.int32(2)}
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state)
+        restored = checkpoints.restore(state).state
+    assert_equal(restored, state)
+    use = jax.jit(lambda s: s["kernel"] * s["count"] + jax.random.uniform(s["mine"]))
+    np.testing.assert_array_equal(use(restored), use(state))
+
+
 def test_devices_read_pieces_that_are_smaller_than_what_was_saved(tmp_path, monkeypatch):
     monkeypatch.setattr(arrays, "CHUNK_BYTES", 2**20)
     x = jnp.arange(3 * 2**20, dtype=jnp.float32).reshape(3 * 2**10, 2**10)

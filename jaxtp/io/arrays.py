@@ -23,6 +23,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding
 
@@ -136,13 +137,26 @@ def settle(found: dict[str, Stored], wanted: Mapping[str, Stored]) -> dict[str, 
     """
     done: dict[str, Any] = {}
     for path, target in wanted.items():
-        source = found.pop(path)
-        if isinstance(source.value, jax.Array):
-            convert = _converter(source.padding, target.padding, target.value.sharding)
-            done[path] = jax.block_until_ready(convert(source.value))
+        source, padding = found[path].value, found.pop(path).padding
+        if not isinstance(source, jax.Array):
+            done[path] = source
+        elif not getattr(target.value, "committed", True):
+            done[path] = _uncommitted(source)
         else:
-            done[path] = source.value
+            convert = _converter(padding, target.padding, target.value.sharding)
+            done[path] = jax.block_until_ready(convert(source))
     return done
+
+
+def _uncommitted(x: jax.Array) -> jax.Array:
+    """The same numbers bound to no device, like a key or a counter that a user has just made.
+
+    Bound to one, they could not meet arrays on a mesh in one compiled function.
+    """
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        numbers = _uncommitted(jax.random.key_data(x))
+        return jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(x))
+    return jnp.asarray(np.array(x))
 
 
 @functools.cache
