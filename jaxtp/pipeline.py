@@ -16,6 +16,7 @@ width.
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -53,7 +54,7 @@ def scan_layers(
         x_BTD: The residual stream in front of the first layer, (batch, tokens, width).
         params: Stacked, `(layers, ...)` everywhere; in stages as the plan stores them.
         context: Arrays `(batch or 1, ...)`, the same for all layers; None entries are passed on.
-        remat: Key of `jaxtp.remat.REMAT`; stage without stages is none.
+        remat: Key of `jaxtp.remat.REMAT`; stage without stages is block_outputs.
 
     Raises:
         BadConfig: TP020, if `remat` names no policy.
@@ -225,37 +226,42 @@ def _chunk(
     pipe: _Pipeline, x_BTD: jax.Array, chunks: PyTree, context: Context, order: _Orders
 ) -> jax.Array:
     """One micro-batch behind the layers that a stage runs in one tick."""
+    counts = sorted({count for around in pipe.stages.layers for count in around})
 
-    # Chunk and context are cut out inside, so that every tick recomputes the cut and none keeps a
-    # copy of its weights.
+    # Weights and context are cut out inside, so that every tick recomputes the cut and none keeps a
+    # copy.
     @functools.partial(jax.checkpoint, policy=pipe.keep, prevent_cse=False)
     def run(x_BTD: jax.Array, chunks: PyTree, context: Context, order: _Orders) -> jax.Array:
-        rows = jax.tree.map(lambda w: _index(w, order.turn, 0), chunks)
         own = jax.tree.map(lambda c: _take(c, order.micro), dict(context))
 
-        def slot(x_BTD: jax.Array, at: tuple[jax.Array, PyTree]) -> tuple[jax.Array, None]:
-            number, row = at
+        def layer(x_BTD: jax.Array, row: PyTree) -> tuple[jax.Array, None]:
             x_BTD = checkpoint_name(constrain(x_BTD, "residual"), LAYER_INPUT)
-            # A branch, not a mask: a stage with fewer layers, or without a micro-batch, is done
-            # earlier. All devices of a stage take the same one, so their collectives meet.
-            out_BTD = jax.lax.cond(
-                number < order.layers,
-                lambda x_BTD, row: pipe.layer(x_BTD, row, own),
+            return constrain(pipe.layer(x_BTD, row, own), "residual"), None
+
+        # Branches, not masks: a stage with fewer layers, or without a micro-batch, is done earlier.
+        # Between two counts that occur a chunk has all layers or none, so one branch serves them.
+        # All devices of a stage take the same one, and their collectives meet.
+        for first, end in itertools.pairwise((0, *counts)):
+            rows = jax.tree.map(functools.partial(_rows, order.turn, first, end), chunks)
+            x_BTD = jax.lax.cond(
+                order.layers >= end,
+                lambda x_BTD, rows: jax.lax.scan(layer, x_BTD, rows)[0],
                 lambda x_BTD, _: x_BTD,
                 x_BTD,
-                row,
+                rows,
             )
-            return constrain(out_BTD, "residual"), None
-
-        return jax.lax.scan(slot, x_BTD, (jnp.arange(pipe.stages.block), rows))[0]
+        return x_BTD
 
     return run(x_BTD, chunks, context, order)
 
 
-_index = functools.partial(jax.lax.dynamic_index_in_dim, keepdims=False)
+def _rows(turn: jax.Array, first: int, end: int, w: jax.Array) -> jax.Array:
+    """Some layers of one chunk, of (rounds, layers, ...)."""
+    sizes = (1, end - first, *w.shape[2:])
+    return jax.lax.dynamic_slice(w, (turn, first, *[0] * (w.ndim - 2)), sizes)[0]
 
 
 def _take(x_RMB: jax.Array, micro: jax.Array | int) -> jax.Array:
     """One micro-batch, (R x B, ...), replicas major; an index past the end takes the last one."""
-    x_RB = _index(x_RMB, micro, 1)
+    x_RB = jax.lax.dynamic_index_in_dim(x_RMB, micro, 1, keepdims=False)
     return x_RB.reshape(-1, *x_RB.shape[2:])

@@ -65,8 +65,9 @@ REMAT: dict[str, Remat] = {
     # the memory of "full".
     "block_outputs": Remat.of_layer(POLICIES.save_only_these_names(BLOCK_OUTPUT)),
     "dots": Remat.of_layer(POLICIES.dots_with_no_batch_dims_saveable),
-    # One micro-batch's activations of one chunk are alive at a time.
-    "stage": Remat(None, POLICIES.nothing_saveable),
+    # What enters a stage in each tick. The layers of one chunk are run again in one go, and keep
+    # what "block_outputs" keeps until they are through.
+    "stage": Remat(POLICIES.save_only_these_names(BLOCK_OUTPUT), POLICIES.nothing_saveable),
 }
 """Remat policy name -> what may be kept."""
 

@@ -110,6 +110,7 @@ def close(got, want):
 
 EVEN = functools.partial(Stages.even, micro_batches=4)
 DP, FSDP = {"dp": 2, "tp": 2}, {"fsdp": 2, "tp": 2}
+STAGED = plan_for(DP, EVEN(5, 2))
 CASES = {
     "even": (EVEN(4, 2), DP, 16, "none", {}),
     "5 layers over 2": (EVEN(5, 2), FSDP, 16, "full", {}),
@@ -170,6 +171,31 @@ def test_every_layer_runs_once_for_each_micro_batch_and_idle_ticks_run_none(stag
     assert sorted(ran) == want
 
 
+@pytest.mark.parametrize("remat", ["none", "block_outputs"])
+def test_no_tick_keeps_a_copy_of_the_weights(remat):
+    width, stages = 256, Stages.even(4, 2, micro_batches=16, num_rounds=2)
+    mesh = make_mesh(pp=2, tp=4)
+    decision = dataclasses.replace(STAGED["out"], path="w", spec=(("pp",), (), ()))
+    plan = Plan(mesh=MeshShape.of(mesh), decisions=(decision,), stages=stages)
+    w = jax.ShapeDtypeStruct((4, width, width), jnp.bfloat16)
+    x = jax.ShapeDtypeStruct((16, 1, width), jnp.float32)
+
+    def loss(w, x):
+        def layer(x, w, _):
+            return x + jnp.tanh(x @ w.astype(x.dtype))
+
+        return scan_layers(layer, x, w, remat=remat).sum()
+
+    with use_plan(plan, mesh):
+        compiled = jax.jit(jax.grad(loss)).lower(w, x).compile()
+    of_a_stage = 2 * width * width * 4
+    assert (
+        compiled.memory_analysis().temp_size_in_bytes
+        < 5 * of_a_stage
+        < stages.num_ticks * of_a_stage
+    )
+
+
 # What cannot be
 
 
@@ -183,7 +209,6 @@ def trace(plan, batch, num_rows):
         jax.eval_shape(lambda p: scan_layers(layer, x, p, context=context), params)
 
 
-STAGED = plan_for(DP, EVEN(5, 2))
 REFUSALS = {
     "a batch that does not divide": (
         STAGED, 12, 6, SizeMismatch, "12 sequences for 2 replicas x 4", "multiple of 8",

@@ -55,7 +55,7 @@ class DecoderConfig:
     remat: str = "none"
     """What to recompute in the backward pass: none, full, block_outputs (keep the two block outputs
     of a layer), dots (keep the results of matrix products with parameters) or stage (keep what
-    enters a pipeline stage; none without stages)."""
+    enters a pipeline stage; block_outputs without stages)."""
 
     attention_implementation: Literal["xla", "cudnn"] = "xla"
     """Kernel of `jax.nn.dot_product_attention`; cudnn needs an NVIDIA GPU and 16-bit
