@@ -193,7 +193,8 @@ def _move(x: jax.Array, sharding: NamedSharding, padding: Padding) -> jax.Array:
         return _exchange(sharding, padding)(x)
     # Where source and target meet, device_put shares memory; a copy makes the result free to be
     # donated.
-    return jax.device_put(jnp.copy(x) if (y := pad(x, padding)) is x else y, sharding)
+    padded = pad(x, padding)
+    return jax.device_put(jnp.copy(x) if padded is x else padded, sharding)
 
 
 @functools.cache

@@ -97,6 +97,15 @@ def test_shard_then_unshard_is_the_identity(deal, dtype):
     assert_same(jaxtp.unshard(placed, plan), tree)
     # What lies in its place is not dealt out a second time.
     assert_same(jaxtp.unshard(jaxtp.shard(placed, mesh, plan=plan), plan), tree)
+    # Adam's moments follow, here with the parameters' own numbers.
+    moments = optax.ScaleByAdamState(np.int32(7), tree, jax.tree.map(lambda x: x * 2, tree))
+    state = {"params": tree, "opt_state": (moments, optax.EmptyState())}
+    placed = jaxtp.shard(state, mesh, plan=plan)
+    for leaf, moment in zip(
+        leaves(placed["params"]), leaves(placed["opt_state"][0].mu), strict=True
+    ):
+        assert leaf[1].sharding == moment[1].sharding
+    assert_same(jaxtp.unshard(placed, plan), state)
 
 
 @pytest.mark.parametrize("source", ["one device", "mesh", "explicit"])
@@ -272,5 +281,5 @@ def test_functions_that_know_no_stages_are_verified_on_them():
     tree = jax.tree.map(lambda x: x / x.size, stack(7))
     stages = Stages.even(7, 2, micro_batches=2, num_rounds=2)
     x = jax.random.normal(jax.random.key(0), (4, WIDTH))
-    result = jaxtp.verify(fn, tree, (x,), mesh_of(2), stages=stages, show=str)
-    assert result.rows[-1].mesh == "pp=2 x tp=2"
+    result = jaxtp.verify(fn, tree, (x,), mesh_of(2, tp=1), stages=stages, show=str)
+    assert result.rows[-1].mesh == "pp=2 x tp=1"
