@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from pathlib import Path
 
 import jax
@@ -168,6 +169,13 @@ def test_alone_there_is_nothing_to_do():
 def test_simulated_devices_divide_over_processes():
     with pytest.raises(BadProcesses, match="6 simulated devices do not divide over 4 processes"):
         jaxtp.initialize("localhost:1", 4, 0, cpu_devices=6)
+
+
+def test_a_process_with_several_gpus_is_named(monkeypatch):
+    gpus = [types.SimpleNamespace(platform="gpu")] * 8
+    monkeypatch.setattr(jax, "local_devices", lambda: gpus)
+    with pytest.warns(jaxtp.JaxtpWarning, match="TP015: process 0 has 8 GPUs; one process per GPU"):
+        distributed._check_devices()
 
 
 def test_one_of_two_never_comes():

@@ -77,7 +77,7 @@ class Table:
             if request["kind"] == "end":
                 self._state[process] = request["state"]
                 self._changed.notify_all()
-                self._changed.wait_for(self._all_ended, request["timeout"])
+                self._changed.wait_for(lambda: self._ended(request["limit"]), request["timeout"])
             return {"peers": self._peers(request["limit"])}
 
     def _gather(self, process: int, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -111,8 +111,11 @@ class Table:
                 self._state[process] = "gone"
             self._changed.notify_all()
 
-    def _all_ended(self) -> bool:
-        return not any(state == "here" for state in self._state)
+    def _ended(self, limit: float) -> bool:
+        """Whether nobody is left, but for those that are lost."""
+        oldest = time.monotonic() - limit
+        rows = zip(self._state, self._heard, strict=True)
+        return not any(state == "here" and heard > oldest for state, heard in rows)
 
 
 class _Server(socketserver.ThreadingTCPServer):
@@ -273,7 +276,8 @@ class Roster:
         self._end("gone", {"failed": why}, timeout if self.process == 0 else 0.0)
 
     def _end(self, state: str, said: Mapping[str, Any], timeout: float) -> None:
-        request = {"kind": "end", "state": state, "said": said, "timeout": timeout, "limit": 0}
+        request = {"kind": "end", "state": state, "said": said, "timeout": timeout}
+        request["limit"] = self.limit
         with contextlib.suppress(OSError, ValueError), self._connect(timeout + 1) as connection:
             self._ask(connection, request)
 

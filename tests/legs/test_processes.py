@@ -158,8 +158,8 @@ FAULTS = [
     # what happens in step 5, to whom, step_timeout in s, s until the other has ended
     ("kill", 1, 0, 0),
     ("kill", 0, 0, 0),
-    # Process 0 first lets the others end, up to 5 s.
-    ("stop", 1, 0, HEARTBEAT + 5),
+    ("stop", 1, 0, HEARTBEAT),
+    # And 2 s for a look at the table, which process 0 does not give.
     ("stop", 0, 0, HEARTBEAT + 2),
     ("raise", 1, 0, 0),
     ("raise", 0, 0, 0),
