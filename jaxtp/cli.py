@@ -17,11 +17,11 @@ from rich.console import Console
 
 from jaxtp.config import Communication, Config, load
 from jaxtp.errors import BadUsage, JaxtpError, page
-from jaxtp.listing import load_tree
 from jaxtp.mesh.distributed import initialize
 from jaxtp.mesh.probe import probe as run_probe
 from jaxtp.plan import Plan
 from jaxtp.planner import make_plan
+from jaxtp.subject import load_subject
 from jaxtp.train.paper import preflight_config
 from jaxtp.train.preset import StepOptions, preflight_preset
 from jaxtp.view import see_tp_plan
@@ -62,19 +62,21 @@ class PlanOptions:
     """Refuse a plan that wastes devices or memory."""
 
 
-def _plan(tree_file: str, options: PlanOptions) -> Plan:
-    tree, config = load_tree(tree_file)
+def _plan(text: str, options: PlanOptions) -> Plan:
+    subject = load_subject(text)
     mesh = {"dp": options.dp, "tp": options.tp} if options.dp > 1 else {"tp": options.tp}
     return make_plan(
-        tree,
+        subject.params,
         mesh,
-        config=config if options.use_config else None,
+        config=subject.config if options.use_config else None,
         heads=options.heads,
         kv_heads=options.kv_heads,
         head_dim=options.head_dim,
         policy=options.policy,
         pad_vocab=options.pad_vocab,
         strict=options.strict,
+        fn=subject.fn,
+        inputs=subject.inputs,
     )
 
 
@@ -90,10 +92,11 @@ USUAL_STEP = (StepOptions(model=""), AS_USUAL)
 def plan(
     tree: Tree, options: Options = DEFAULTS, *, as_json: Annotated[bool, JSON] = False
 ) -> None:
-    """Plan a shape listing and print one line a parameter, or JSON.
+    """Plan a model and print one line a parameter, or JSON.
 
     Args:
-        tree: File written by jaxtp.dump_tree.
+        tree: File written by jaxtp.dump_tree, a preset, or package.module:function, which returns
+            (fn, params, inputs).
         options: How to plan.
         as_json: Print mesh sizes, and per path spec, role, reasons and bytes.
     """
@@ -120,10 +123,11 @@ def plan(
 
 @app.command
 def explain(tree: Tree, path: Tree, options: Options = DEFAULTS) -> None:
-    """Print all that is known about one parameter of a shape listing.
+    """Print all that is known about one parameter, with the lines of the model that say so.
 
     Args:
-        tree: File written by jaxtp.dump_tree.
+        tree: File written by jaxtp.dump_tree, a preset, or package.module:function, which returns
+            (fn, params, inputs).
         path: The parameter's path.
         options: How to plan.
     """
@@ -132,10 +136,11 @@ def explain(tree: Tree, path: Tree, options: Options = DEFAULTS) -> None:
 
 @app.command
 def view(tree: Tree, page: str = "tp_plan.html", options: Options = DEFAULTS) -> None:
-    """Write the plan of a shape listing as an HTML page.
+    """Write the plan of a model as an HTML page.
 
     Args:
-        tree: File written by jaxtp.dump_tree.
+        tree: File written by jaxtp.dump_tree, a preset, or package.module:function, which returns
+            (fn, params, inputs).
         page: The page to write.
         options: How to plan.
     """

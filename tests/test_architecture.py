@@ -30,7 +30,7 @@ state
 activations apply cost export parallelize xla
 check init overlap pipeline search verify view
 models
-io
+io subject
 train
 cli
 """

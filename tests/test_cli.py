@@ -1,6 +1,7 @@
 """The command line on real listings."""
 
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -56,6 +57,38 @@ def test_explain(listing, capsys):
     out = capsys.readouterr().out
     assert "P(tp, -) on tp=4" in out
     assert "12 heads were given" in out
+
+
+def test_explain_names_the_lines_of_a_preset(capsys):
+    main(["explain", "llama-tiny", "layers/self_attn/k_proj/kernel", "--tp", "2"])
+    out = capsys.readouterr().out
+    assert re.search(r"contracted with `layers/self_attn/o_proj/kernel` at llama\.py:\d+", out)
+
+
+def test_explain_names_the_lines_of_anybodys_function(tmp_path, monkeypatch, capsys):
+    (tmp_path / "mine.py").write_text(
+        "import jax\n"
+        "def forward(p, x):\n"
+        "    gate, up = jax.numpy.split(x @ p['both'], 2, -1)\n"
+        "    return x + (gate * up) @ p['down']\n"
+        "def model():\n"
+        "    shape = lambda *n: jax.ShapeDtypeStruct(n, 'float32')\n"
+        "    params = {'both': shape(64, 256), 'down': shape(128, 64)}\n"
+        "    return forward, params, (shape(2, 8, 64),)\n"
+        "def broken():\n"
+        "    return 3\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    main(["explain", "mine:model", "both"])
+    out = capsys.readouterr().out
+    assert "a product sums over 64 at mine.py:3 (forward)" in out
+    assert "contracted with `down` at mine.py:4 (forward)" in out
+    for wrong, why in (("mine:broken", "int"), ("mine:none", "'none'"), ("nobody:f", "nobody")):
+        with pytest.raises(SystemExit):
+            main(["plan", wrong])
+        error = capsys.readouterr().err
+        assert f"TP132 at {wrong}: it gives no model" in error
+        assert why in error
 
 
 def test_errors_prints_a_page_or_the_list(capsys):

@@ -125,8 +125,14 @@ class Reporter:
             return f"one of {lead.size} experts is one entry of its dim"
         if region.kind == VOCAB:
             return f"a vocabulary of {lead.size}"
-        contracted, produced = _quote(known.contracted), _quote(known.produced)
+        contracted, produced = self._named(known.contracted), self._named(known.produced)
         return f"{lead.size} units, contracted with {contracted}, a free output of {produced}"
+
+    def _named(self, facts: Sequence[Contraction]) -> str:
+        """The parameters of some contractions, each once, with the line where it comes first."""
+        first = {fact.path: fact.equation for fact in reversed(facts)}
+        named = (_quote([fact]) + self._at(first[fact.path]) for fact in facts)
+        return join(dict.fromkeys(named), 4)
 
     def _whole_role(self, path: str) -> tuple[str, str]:
         """Role of a parameter that stays whole, and the reason that the role is."""

@@ -118,14 +118,18 @@ def bare(jaxpr: Any) -> Any:
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
+LINEAR_MAPS = (f"{os.sep}flax{os.sep}", os.path.join("jaxtp", "models", "maps.py"))
+"""Parts of the names of files that models call for their products."""
+
+
 def where(equation: Any) -> str:
     """The line that wrote an equation: "file.py:83 (Attention.__call__)", "" if it is not known.
 
-    JAX leaves its own frames out; frames of Flax are skipped here, since its Dense is not the
-    user's line.
+    JAX leaves its own frames out; frames of linear maps are skipped here, since Flax's Dense is not
+    the user's line.
     """
     frames = summarize(equation.source_info, 8).split("\n")
-    own = [f for f in frames if f"{os.sep}flax{os.sep}" not in f] or frames
+    own = [f for f in frames if not any(part in f for part in LINEAR_MAPS)] or frames
     place, _, function = own[-1].partition(" ")
     file, _, position = place.partition(":")
     line = position.partition(":")[0]
