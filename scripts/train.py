@@ -160,7 +160,7 @@ def resume(checkpoints: Checkpoints, setup: Setup) -> tuple[int, TrainState]:
         leaf.delete()
     restored = checkpoints.restore(like, plan=setup.plan)
     say(f"continuing after step {restored.step}")
-    before = restored.extra["settings"]
+    before = restored.extra.get("settings", {})
     for name, value in flat(setup.config).items():
         if value != before.get(name) and not name.startswith("run."):
             say(f"  {name} was {before.get(name)}, is {value}")
