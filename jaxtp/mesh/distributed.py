@@ -323,7 +323,8 @@ def _topology(hosts: Mapping[int, str]) -> str:
         kinds = Counter(d.device_kind for d in jax.devices() if d.process_index in here)
         listed = ", ".join(f"{count} x {kind}" for kind, count in sorted(kinds.items()))
         lines.append(f"  {host}: {_processes(here)} with {listed}")
-    head = f"{len(hosts)} processes on {len(lines)} hosts, {jax.device_count()} devices"
+    places = f"{len(lines)} host{'s' * (len(lines) > 1)}"
+    head = f"{len(hosts)} processes on {places}, {jax.device_count()} devices"
     return "\n".join((head, *lines))
 
 

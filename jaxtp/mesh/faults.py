@@ -213,9 +213,10 @@ def exit_with(error: JaxtpError) -> NoReturn:
 
 def _on_loss(lost: list[Peer]) -> None:
     """Runs in the heartbeat's thread."""
-    first = lost[0]
+    # Who has been silent longest went first; the others may have given up because of it.
+    first, *others = sorted(lost, key=lambda peer: -peer.silent)
     how = "has ended or crashed" if first.state == "gone" else "is not heard of any more"
-    more = f", nor {join(f'process {p.process}' for p in lost[1:])}" if lost[1:] else ""
+    more = f"; lost too: {join(p.process for p in others)}" if others else ""
     stop(lost_error(f"process {first.process}{_host(first)} {how}{more}"))
 
 

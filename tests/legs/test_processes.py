@@ -116,7 +116,7 @@ def together(runs):
     """The metrics of two processes with four devices each."""
     (code, out, err), (other, quiet, _) = finish(runs.train("together", count=2))
     assert (code, other) == (0, 0), err
-    assert "2 processes on 1 hosts, 8 devices\n" in out
+    assert "2 processes on 1 host, 8 devices\n" in out
     assert "probed 8 devices, 0 wrong" in out
     # All that the second says is gloo's.
     assert [line for line in quiet.splitlines() if not line.startswith("[Gloo]")] == []
@@ -241,6 +241,14 @@ def test_processes_that_differ_end_before_the_first_step(runs, variables, flags,
         assert "TP014: the processes differ in 1 facts" in err
         assert difference in err
     assert runs.metrics("differ") == []
+
+
+def test_processes_that_diverge_test_their_devices(runs):
+    both = finish(runs.train("diverge", "--optimizer.learning_rate", "1e30", count=2))
+    for code, _, err in both:
+        assert code == 2
+        assert "TP131" in err
+    assert both[0][1].count("probed 8 devices, 0 wrong") == 2  # at the start and at the end
 
 
 def test_supervised_processes_start_again_after_one_is_killed(runs, together):
