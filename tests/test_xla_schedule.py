@@ -69,8 +69,8 @@ def run(text, **options):
             2 * MOVE,
             [MOVE - PRODUCT, MOVE],
         ),
-        # a synchronous message waits for the link too
-        ([start("s"), sync("r"), done("d", "s")], 2 * MOVE, [2 * MOVE, 0]),
+        # a synchronous message waits for the link too, and the one in front of it is as exposed
+        ([start("s"), sync("r"), done("d", "s")], 2 * MOVE, [MOVE, MOVE]),
     ],
 )
 def test_clocks(lines, seconds, exposed):

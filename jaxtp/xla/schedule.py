@@ -6,9 +6,10 @@ run, how long the device would wait for it, and the modelled time of a step.
 The model walks the program in launch order. Matrix products advance the compute clock at the rate
 that large products sustain; everything else takes no time. A collective starts when it is launched
 and the link is free, one after the other on one link, and takes its bytes over the measured
-bandwidth. Its `-done` stalls the compute clock until then: that stall is *exposed*; a synchronous
-collective is exposed entirely. A loop's body is walked for its first turn and once more for all
-later ones; of a conditional's branches the slowest counts.
+bandwidth. Its `-done` stalls the compute clock until then. That stall is *exposed* time of whatever
+the link carries meanwhile, also of collectives in front of it; a synchronous one on a free link is
+exposed entirely. A loop's body is walked for its first turn and once more for all later ones; of a
+conditional's branches the slowest counts.
 
 What it leaves out: the slow-down of products by the communication beside them, launch times, and
 that narrow products run below the sustained rate. It says what a schedule permits, not what the
@@ -59,7 +60,7 @@ class Window:
         collective: What moves.
         start: Seconds, when the link takes it up.
         seconds: How long it moves.
-        exposed: Seconds that the compute clock waits for it.
+        exposed: Seconds that the compute clock waits while it moves.
         products: The matrix products launched between its start and its done.
         repeat: How many runs it stands for.
     """
@@ -175,43 +176,52 @@ class _Walk:
         self.module, self.sites, self.target = module, sites, target
         self.memory_bound = memory_bound
         self.clock = self.link = 0.0
+        # Of every transfer so far: start and end, and how long the clock has waited in between.
+        self.transfers: list[tuple[float, float]] = []
+        self.waits: list[float] = []
         self.windows: list[Window] = []
         self.products: list[Product] = []
 
     def run(self, computation: Computation, repeat: int) -> None:
         """Launches a computation's instructions once; each result stands for `repeat` runs."""
-        # done instruction -> (collective, when it starts and ends, products launched before it)
-        pending: dict[str, tuple[Collective, float, float, int]] = {}
+        # done instruction -> (collective, number of its transfer, products launched before it)
+        pending: dict[str, tuple[Collective, int, int]] = {}
         for instruction in computation:
             if collective := self.sites.get((computation.name, instruction.name)):
-                start, end = self.transfer(collective)
-                pending[collective.done] = (collective, start, end, len(self.products))
+                number = self.transfer(collective)
+                pending[collective.done] = (collective, number, len(self.products))
             else:
                 self.compute(computation, instruction, repeat)
             if waiting := pending.pop(instruction.name, None):
                 self.wait(*waiting, repeat)
 
-    def transfer(self, collective: Collective) -> tuple[float, float]:
-        """Puts a collective on the link."""
+    def transfer(self, collective: Collective) -> int:
+        """Puts a collective on the link; returns the number of the transfer."""
         start = max(self.clock, self.link)
         self.link = start + self.target.collective_seconds(
             collective.kind, collective.num_bytes, collective.groups
         )
-        return start, self.link
+        self.transfers.append((start, self.link))
+        self.waits.append(0.0)
+        return len(self.transfers) - 1
 
-    def wait(
-        self, collective: Collective, start: float, end: float, before: int, repeat: int
-    ) -> None:
+    def wait(self, collective: Collective, number: int, before: int, repeat: int) -> None:
         """Stalls the compute clock until a collective has ended."""
-        exposed = max(end - self.clock, 0.0)
-        self.clock += exposed
+        start, end = self.transfers[number]
+        # One after the other on the link: what is waited for is this one and those in front of it.
+        for n in range(number, -1, -1):
+            begin, until = self.transfers[n]
+            if until <= self.clock:
+                break
+            self.waits[n] += until - max(begin, self.clock)
+        self.clock = max(self.clock, end)
         inside = tuple(one for one in self.products[before:] if one.flops)
         self.windows.append(
             Window(
                 collective=collective,
                 start=start,
                 seconds=end - start,
-                exposed=exposed,
+                exposed=self.waits[number],
                 products=inside,
                 repeat=repeat,
             )
@@ -266,6 +276,7 @@ class _Walk:
         for body in bodies:
             walk = copy.copy(self)
             walk.windows, walk.products = list(self.windows), list(self.products)
+            walk.transfers, walk.waits = list(self.transfers), list(self.waits)
             walk.run(body, repeat)
             walks.append(walk)
         vars(self).update(vars(max(walks, key=lambda walk: walk.clock)))
