@@ -255,8 +255,8 @@ class Unrolled(Llama):
         return self.logits(self.norm(x))
 
 
-def trace_rows() -> Iterator[dict[str, Any]]:
-    """Tracing and planning of Llama 405B, layer by layer at growing depth, and as one scan.
+def trace_rows(depths: Sequence[int] = (16, 63, 126)) -> Iterator[dict[str, Any]]:
+    """Tracing and planning of Llama 405B as one scan, and layer by layer at growing depth.
 
     Seconds of the one core that both take: a busy machine does not count.
     """
@@ -264,7 +264,7 @@ def trace_rows() -> Iterator[dict[str, Any]]:
     config = PRESETS["llama3-405b"]
     assert isinstance(config, LlamaConfig)
     models: list[tuple[str, nnx.Module]] = [("scanned, 126 layers", abstract(config))]
-    for layers in (16, 63, 126):
+    for layers in depths:
         deep = dataclasses.replace(config, num_hidden_layers=layers)
         model = nnx.eval_shape(lambda deep=deep: Unrolled(deep, nnx.Rngs(0)))
         models.append((f"unrolled, {layers} layers", model))

@@ -432,11 +432,11 @@ def carried_weights(s: Sizes) -> Case:
     """A loop that carries its weights along unchanged."""
 
     def fn(p, x):
-        def step(_, carry):
-            x, kernels = carry
-            return x + swiglu(kernels, x), kernels
+        def step(carry):
+            i, x, kernels = carry
+            return i + 1, x + swiglu(kernels, x), kernels
 
-        return jax.lax.fori_loop(0, 3, step, (x, p))[0]
+        return jax.lax.while_loop(lambda c: c[0] < 3, step, (0, x, p))[1]
 
     return Case(fn, swiglu_params(s), (stream(s),), swiglu_expected(s, ""))
 
@@ -462,14 +462,15 @@ def shared_constant(s: Sizes) -> Case:
     """One array of ones scales two widths, outside and inside a call: it ties nothing together."""
 
     def fn(p, x):
-        ones = jnp.ones(max(s.width, s.ffn))
+        ones = jnp.ones((1, 1, s.ffn))
+        narrow = ones[..., : s.width]
 
         @jax.jit
-        def scale(wide, narrow, ones):
-            return wide * ones[None, None, : s.ffn], narrow * ones[None, None, : s.width]
+        def scale(hidden, x, ones, narrow):
+            return hidden * ones, x * (ones if s.ffn == s.width else narrow)
 
-        hidden, x = scale(jax.nn.relu(x @ p["up"]), x * ones[None, None, : s.width], ones)
-        return x + (hidden * ones[None, None, : s.ffn]) @ p["down"]
+        hidden, x = scale(jax.nn.relu(x @ p["up"]), x * narrow, ones, narrow)
+        return x + (hidden * ones) @ p["down"]
 
     params = {"up": f32(s.width, s.ffn), "down": f32(s.ffn, s.width)}
     return Case(fn, params, (stream(s),), {"up": (1, (s.ffn,)), "down": (0, (s.ffn,))})

@@ -99,6 +99,13 @@ def test_the_table_and_the_json_say_the_same(capsys):
         assert "/".join(str(n) for n in row["counts"].values()) in table
 
 
+def test_a_plan_read_from_a_deep_program_is_quick():
+    scanned, shallow, deep = bench.trace_rows(depths=(4, 16))
+    assert scanned["seconds"] < 3
+    assert deep["equations"] > 3.5 * shallow["equations"]
+    assert deep["seconds"] < 20 * 16 / 126
+
+
 def test_labels_are_about_the_trees():
     for path in TREES:
         tree, _ = jaxtp.load_tree(path)

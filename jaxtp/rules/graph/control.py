@@ -199,14 +199,13 @@ def _loop(
     """Reads a loop body once; what is carried out is what is carried in.
 
     A carry counts as an activation from the start if anything that enters the loop is one: an
-    accumulator of zeros is one after the first step. What the body hands on as it came (weights
-    carried along) stays what it is.
+    accumulator of zeros is one after the first step. Weights that are carried along unchanged do
+    not come here as carries: JAX makes them constants of the loop.
     """
     active = _is_active([*consts, *carry, *rows])
     held: list[Value] = []
-    for place, value in enumerate(carry):
-        kept = body.outvars[place] is body.invars[len(consts) + place]
-        kind = Kind.ACTIVATION if active and not kept else value.kind
+    for value in carry:
+        kind = Kind.ACTIVATION if active else value.kind
         if kind is not value.kind and value.path:
             walk.used.add(value.path)
         held.append(_enter(walk, value, kind, value.aval, value.dims))
