@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from jaxtp.errors import PlanMismatch
 from jaxtp.plan import Plan
-from jaxtp.trees import PyTree, as_pytree, spell
+from jaxtp.trees import PyTree, as_pytree, is_box, spell
 
 Rules = list[tuple[str, PartitionSpec]]
 """Ordered `(regular expression, spec)`; the first that matches a whole path counts."""
@@ -92,12 +92,8 @@ def annotate(tree: PyTree, plan: Plan) -> PyTree:
             return changed
         from flax.linen import Partitioned
 
-        rank = len((leaf.unbox() if _is_box(leaf) else leaf).shape)
+        rank = len((leaf.unbox() if is_box(leaf) else leaf).shape)
         full = names + (None,) * (rank - len(names))
-        return Partitioned(leaf.unbox() if _is_box(leaf) else leaf, names=full)
+        return Partitioned(leaf.unbox() if is_box(leaf) else leaf, names=full)
 
-    return rebuild(jax.tree_util.tree_map_with_path(written, plain, is_leaf=_is_box))
-
-
-def _is_box(node: object) -> bool:
-    return hasattr(node, "unbox") or hasattr(node, "get_metadata")
+    return rebuild(jax.tree_util.tree_map_with_path(written, plain, is_leaf=is_box))

@@ -72,7 +72,7 @@ def spell(path: tuple[KeyEntry, ...]) -> str:
     return keystr(path, simple=True, separator="/")
 
 
-def _is_box(node: object) -> bool:
+def is_box(node: object) -> bool:
     """Whether a node is a Linen `Partitioned`-like box or an NNX `Variable`."""
     return hasattr(node, "unbox") or hasattr(node, "get_metadata")
 
@@ -172,8 +172,8 @@ def flatten(tree: PyTree) -> dict[str, Param]:
         BadTree: TP046, if the tree is empty or a leaf is not an array.
     """
     plain, _ = as_pytree(tree)
-    boxes = jax.tree_util.tree_flatten_with_path(plain, is_leaf=_is_box)[0]
-    named = {spell(p): _annotation(box) for p, box in boxes if _is_box(box)}
+    boxes = jax.tree_util.tree_flatten_with_path(plain, is_leaf=is_box)[0]
+    named = {spell(p): _annotation(box) for p, box in boxes if is_box(box)}
     params: dict[str, Param] = {}
     for path, leaf in leaves(plain):
         shape, dtype = shape_dtype(leaf, path)

@@ -17,7 +17,7 @@ from jaxtp.padding import Blocks, Padding
 from jaxtp.plan import ParamDecision
 from jaxtp.rules.resolve import Claim
 from jaxtp.rules.roles import Placement, Role
-from jaxtp.trees import Param, Spec, itemsize
+from jaxtp.trees import Param, Spec
 
 POLICIES = ("factor", "replicate", "error")
 
@@ -285,13 +285,4 @@ def _price_of_given(claim: Claim, spec: Spec, mesh: MeshShape) -> str:
     return (
         f"given instead of dim {wanted.dim} {better}-way: costs {extra / 1e6:,.2f} MB per device"
         + (f" and up to {wire / 1e6:,.2f} MB on the wire at each use" if given > 1 else "")
-    )
-
-
-def replicated_bytes(decisions: Iterable[ParamDecision], mesh: MeshShape) -> int:
-    """Bytes per device of matrices (two dims or more) that are whole along the tensor axis."""
-    return sum(
-        math.prod(d.shape) * itemsize(d.dtype)
-        for d in decisions
-        if len(d.shape) > 1 and d.dim_on(mesh.tp) is None
     )
