@@ -23,9 +23,7 @@ from jaxtp.io.hf import load_hf, save_hf
 
 
 def main(folder, out, process, port):
-    jax.config.update("jax_num_cpu_devices", 4)
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"localhost:{port}", 2, int(process), initialization_timeout=60)
+    jaxtp.initialize(f"localhost:{port}", 2, int(process), cpu_devices=8, timeout=60)
 
     read, real = [], os.preadv
     os.preadv = lambda *arguments: read.append(real(*arguments)) or read[-1]

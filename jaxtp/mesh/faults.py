@@ -11,6 +11,7 @@ one is alive but stuck, the others wait for ever.
 
 import atexit
 import contextlib
+import functools
 import os
 import re
 import sys
@@ -75,7 +76,7 @@ run = _Run()
 def catch() -> None:
     """From here on an exception that nothing catches ends this process with its own exit code."""
     atexit.register(_at_exit)
-    sys.excepthook = _on_uncaught
+    sys.excepthook = functools.partial(_on_uncaught, sys.excepthook)
 
 
 def watch(roster: Roster) -> None:
@@ -141,7 +142,9 @@ class watchdog:
         run.place = self._outside
 
     def _done(self, step: int) -> None:
-        self._limit, self._start = self._seconds, time.monotonic()
+        # In this order: the thread must not see the new limit with the old start.
+        self._start = time.monotonic()
+        self._limit = self._seconds
         run.done, run.done_at, run.place = f"step {step}", self._start, f"step {step + 1}"
 
     def _wait(self) -> None:
@@ -149,7 +152,8 @@ class watchdog:
             # Not longer than a step: the first one may take more, and its end shortens the limit.
             if self._closed.wait(min(left, self._seconds)):
                 return
-        stop(lost_error(f"not done after {self._limit:g} s"))
+        if not self._closed.is_set():
+            stop(lost_error(f"not done after {self._limit:g} s"))
 
 
 def lost_error(what: str) -> CommunicationTimeout:
@@ -221,10 +225,13 @@ def _on_loss(lost: list[Peer]) -> None:
 
 
 def _on_uncaught(
-    kind: type[BaseException], error: BaseException, trace: types.TracebackType | None
+    show: Callable[[type[BaseException], BaseException, types.TracebackType | None], object],
+    kind: type[BaseException],
+    error: BaseException,
+    trace: types.TracebackType | None,
 ) -> None:
-    """Prints the exception as ever; `_at_exit` then ends the process, after other handlers."""
-    sys.__excepthook__(kind, error, trace)
+    """Shows the exception as ever; `_at_exit` then ends the process, after other handlers."""
+    show(kind, error, trace)
     run.uncaught = error
 
 
