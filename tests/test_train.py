@@ -127,7 +127,7 @@ def test_loop_writes_one_line_a_step_and_evaluates(tmp_path):
         console=Console(file=screen, width=200),
     )
     assert float(state) == 0.25
-    assert "mfu 25.0%  1.50 GB" in screen.getvalue()
+    assert "mfu 25.0%  1.5 GB" in screen.getvalue()
     metrics = read_metrics(tmp_path / "run")
     assert [m["step"] for m in metrics] == [1, 2, 3, 4, 5]
     assert [m["loss"] for m in metrics] == [8, 4, 2, 1, 0.5]

@@ -123,7 +123,7 @@ def _describe(record: Mapping[str, float]) -> str:
     for name in ("mfu", "mfu_modelled"):
         text += f"  {name} {record[name]:.1%}" if name in record else ""
     if "memory_gb" in record:
-        text += f"  {record['memory_gb']:.2f} GB"
+        text += f"  {record['memory_gb']:.3g} GB"
     if "validation_loss" in record:
         text += f"  validation loss {record['validation_loss']:.4f}"
     return text
