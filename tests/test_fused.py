@@ -148,6 +148,24 @@ def test_key_heads_that_do_not_divide_narrow_every_piece():
     assert plan["o"].partition_spec == P(("tp_0", "tp_1"))
 
 
+def test_experts_that_do_not_divide_are_not_cut_through_their_pieces():
+    def fn(p, x):
+        scores = jax.nn.softmax(x @ p["router"])
+        weights, chosen = jax.lax.top_k(scores, 2)
+        weights = (jax.nn.one_hot(chosen, 6) * weights[..., None]).sum(-2)
+        gate, up = jnp.split(jnp.einsum("btd,edf->btef", x, p["w_in"]), 2, -1)
+        hidden = jax.nn.silu(gate) * up * weights[..., None]
+        return x + jnp.einsum("btef,efd->btd", hidden, p["w_out"])
+
+    sizes = {"router": (64, 6), "w_in": (6, 64, 256), "w_out": (6, 128, 64)}
+    params = {name: jax.ShapeDtypeStruct(size, jnp.float32) for name, size in sizes.items()}
+    x = jax.ShapeDtypeStruct((2, 8, 64), jnp.float32)
+    by_expert = jaxtp.make_plan(params, {"tp": 2}, fn=fn, inputs=(x,))
+    assert by_expert["w_in"].partition_spec == P("tp")
+    narrow = jaxtp.make_plan(params, {"tp": 8}, fn=fn, inputs=(x,))
+    assert narrow["w_in"].partition_spec == narrow["w_out"].partition_spec == P("tp_0")
+
+
 def test_without_a_batch_and_when_overruled_nothing_is_chosen():
     fn, params, x, _ = planned(by_split, 128, (8, 64), {"tp": 8})
     assert jaxtp.make_plan(params, {"tp": 8})["qkv"].partition_spec == WHOLE

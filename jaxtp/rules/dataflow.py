@@ -73,7 +73,7 @@ def finding_votes(analysis: Analysis) -> Iterator[Vote]:
             reason += "; kept whole, since a contiguous cut would mix the pieces"
         elif finding.dim is not None:
             placements = tuple(_choices(finding, groups[finding.group]))
-            if None in placements:
+            if placements[:1] == (None,):
                 reason += "; its leading units are minor elsewhere in the group, kept whole"
         yield Vote(
             finding.path, Source.DATAFLOW, role, reason, placements, finding.group, fused=fused
@@ -89,9 +89,9 @@ def _choices(finding: Finding, group: Sequence[Finding]) -> Iterator[Placement |
     rank = 1 + max(len(f.alternatives) for f in group)
     for i in range(rank):
         mine = _option(finding, i)
-        options = [o for f in group if (o := _option(f, i)) and not f.pieces]
+        options = [o for f in group if (o := _option(f, i)) and not o.pieces]
         lead = max(options, key=lambda o: math.prod(o.units)).classes[:1] if options else ()
-        same = mine is not None and mine.classes[:1] == lead
+        same = mine is not None and not mine.pieces and mine.classes[:1] == lead
         yield Placement(mine.dim, mine.units) if mine and same else None
 
 
