@@ -58,8 +58,8 @@ def deal(
         raise BadStages(
             f"pp={num_stages}, and no parameter is a stack of layers",
             where="pp",
-            fix="scan over layers, so that each kind of weight is one stacked array; give config= if "
-            "it is one and has no norms to tell; or use pp=1",
+            fix="scan over layers, so that each kind of weight is one stacked array; give config= "
+            "where no norm shows that it is one; or use pp=1",
         )
     if stages is None:
         # Of an encoder and a decoder of different depths, the one with more parameters.
