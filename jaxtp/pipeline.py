@@ -23,6 +23,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Jaxpr, subjaxprs
 from jax.sharding import PartitionSpec
 
 from jaxtp.activations import ActivePlan, active_plan, constrain, in_force
@@ -71,6 +72,14 @@ def scan_layers(
     return _in_stages(
         _Pipeline(body, policies.chunk, active, active.stages), x_BTD, params, context
     )
+
+
+def runs_in_stages(jaxpr: Jaxpr, axis: str) -> bool:
+    """Whether a traced function sends anything from stage to stage along this axis."""
+    return any(
+        equation.primitive.name == "ppermute" and axis in equation.params["axis_name"]
+        for equation in jaxpr.eqns
+    ) or any(runs_in_stages(inner, axis) for inner in subjaxprs(jaxpr))
 
 
 @dataclasses.dataclass(frozen=True)

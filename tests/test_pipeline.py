@@ -21,6 +21,7 @@ from jaxtp.pipeline import scan_layers
 from jaxtp.plan import ParamDecision, Plan
 from jaxtp.planner import make_plan
 from jaxtp.stages import Stages
+from jaxtp.train.step import jit_step
 from jaxtp.train.update import make_update
 from jaxtp.xla.preflight import preflight
 
@@ -264,6 +265,26 @@ def test_layers_in_stages_are_not_interleaved_and_say_so():
     plan = dataclasses.replace(plan, overlap="aggressive")
     with use_plan(plan, mesh), pytest.warns(JaxtpWarning, match="TP073.*pipeline stages"):
         jax.eval_shape(lambda p, t: nnx.merge(graph, p)(t), params, tokens)
+
+
+def test_a_step_that_scans_stages_by_itself_is_refused():
+    plan, mesh, traced = STAGED, make_mesh(pp=2, **DP), []
+
+    def step(params, x, run=scan_layers):
+        traced.append(run)
+        context = {**inputs(16)[1]}
+        grads = jax.grad(lambda w: run(layer, x, w, context=context).sum())(params)
+        return jax.tree.map(lambda w, grad: w - grad, params, grads)
+
+    def by_hand(body, x, params, *, context):
+        return jax.lax.scan(lambda x, w: (body(x, w, context), None), x, params)[0]
+
+    params, (x, _) = placed(toy(5), plan, mesh), inputs(16)
+    own = functools.partial(step, run=by_hand)
+    with pytest.raises(BadStages, match=r"TP074.*the step runs none.*\n  fix: .*scan_layers"):
+        jit_step(own, params, mesh, plan=plan)(params, x)
+    jit_step(step, params, mesh, plan=plan)(params, x)
+    assert traced == [by_hand, scan_layers]  # the check costs no second trace
 
 
 def test_micro_batches_beside_those_of_the_stages_are_refused():

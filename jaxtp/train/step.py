@@ -18,9 +18,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtp.activations import use_plan
 from jaxtp.apply import batch_slots, place, put
-from jaxtp.errors import BadMesh, BadStep, PlanMismatch, Problems, StateNotPlaced, join
+from jaxtp.errors import BadMesh, BadStages, BadStep, PlanMismatch, Problems, StateNotPlaced, join
 from jaxtp.mesh.axes import MeshShape
 from jaxtp.mesh.build import auto_context, auto_mesh, plan_mesh
+from jaxtp.pipeline import runs_in_stages
 from jaxtp.plan import Plan
 from jaxtp.state import SMALL_BYTES
 from jaxtp.trees import PyTree, as_pytree, itemsize, leaves, shape_dtype
@@ -123,13 +124,17 @@ class Step(Generic[State]):
             BadStep: TP133, if `step_fn` does not return the state as it was.
             PlanMismatch: TP045, if the state has another number of arrays.
             SizeMismatch: TP003, if the batch does not divide over the batch axes.
+            BadStages: TP074, if the plan has stages and `step_fn` does not run in them.
         """
         with self._context():
             structure, arrays = _take_apart(state)
             known = [ref() for ref in self._known]
             if len(known) != len(arrays) or any(map(operator.is_not, known, arrays)):
                 arrays = self._adopt(arrays)
-            new, rest = self.jitted(structure, arrays, self._placed(batch))
+            arguments = (structure, arrays, self._placed(batch))
+            if not known:
+                self._check_stages(arguments)
+            new, rest = self.jitted(*arguments)
         self._known = [weakref.ref(leaf) for leaf in new]
         return (_put_together(structure, new), *rest) if rest else _put_together(structure, new)
 
@@ -138,7 +143,22 @@ class Step(Generic[State]):
         with self._context():
             structure, arrays = _take_apart(state)
             arrays = [_settle(x, s) for x, s in zip(arrays, self.shardings, strict=True)]
-            return self.jitted.lower(structure, arrays, self._placed(batch))
+            arguments = (structure, arrays, self._placed(batch))
+            self._check_stages(arguments)
+            return self.jitted.lower(*arguments)
+
+    def _check_stages(self, arguments: tuple[Any, ...]) -> None:
+        """Layers stored for stages and run otherwise would be in the wrong order, with holes."""
+        plan = self._plan
+        if plan is None or plan.stages is None:
+            return
+        traced = self.jitted.trace(*arguments).jaxpr
+        if not runs_in_stages(getattr(traced, "jaxpr", traced), plan.mesh.pp):
+            raise BadStages(
+                f"the plan deals layers out to {plan.stages.num_stages} stages along "
+                f"{plan.mesh.pp}, and the step runs none of them there",
+                fix="run stacked layers with jaxtp.scan_layers instead of a scan",
+            )
 
     @contextlib.contextmanager
     def _context(self) -> Generator[None]:
