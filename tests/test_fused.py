@@ -145,6 +145,7 @@ def test_the_reason_prices_all_three():
 def test_key_heads_that_do_not_divide_narrow_every_piece():
     *_, plan = planned(grouped, 128, (8, 64), {"tp": 8})
     assert plan["qkv"].partition_spec == P("tp_0")
+    assert plan["qkv"].fallback.startswith("4 units on tp=8: 4-way; costs")
     assert plan["o"].partition_spec == P(("tp_0", "tp_1"))
 
 

@@ -191,7 +191,7 @@ def _decision(
             padding = (blocks,)
             reasons = (*reasons, f"padded from {size} to {blocks.block} so that tp={tp} divides")
         else:
-            fallback = _price(claim, placement, ways, tp)
+            fallback = price(claim, placement, ways, tp)
     dim = None if placement is None else placement.dim
     return ParamDecision(
         path=param.path,
@@ -207,7 +207,7 @@ def _decision(
     )
 
 
-def _price(claim: Claim, placement: Placement, ways: int, tp: int) -> str:
+def price(claim: Claim, placement: Placement, ways: int, tp: int) -> str:
     """What a narrower split costs against an even one, per device: bytes, and FLOPs per token.
 
     A matrix product takes 2 FLOPs per element and token, forward.

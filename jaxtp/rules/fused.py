@@ -20,8 +20,9 @@ from collections.abc import Iterator, Sequence
 from jaxtp.mesh.axes import MeshShape
 from jaxtp.mesh.links import wire_bytes
 from jaxtp.plan import ParamDecision
+from jaxtp.rules.fallback import price
 from jaxtp.rules.resolve import Claim
-from jaxtp.rules.roles import Fused
+from jaxtp.rules.roles import Fused, Placement
 from jaxtp.trees import Spec
 
 
@@ -61,20 +62,18 @@ def hold(
         fused = claim.vote.fused
         axes = mesh.fit(fused.units) if fused else ()
         if fused and axes and (policy == "factor" or axes == mesh.tp):
-            decision = _cheapest(decision, list(_ways(decision, fused, axes, mesh)), mesh)
+            ways = list(_ways(decision, fused, axes, mesh))
+            best = min(ways, key=lambda way: (way.wire, way.held))
+            reason = (
+                f"{best.what}, the cheapest with `parallelize` for a layer forward and backward, "
+                f"per device: {'; '.join(map(str, ways))}"
+            )
+            size, tp = mesh.ways(axes), mesh.tp_size
+            narrow = price(claim, Placement(fused.dim, fused.units), size, tp) if size < tp else ""
+            kept = decision.fallback if best.what == "whole" else narrow
+            decision = decision.revise(best.spec, reason, fallback=kept)
         held.append(decision)
     return tuple(held)
-
-
-def _cheapest(decision: ParamDecision, ways: Sequence[Way], mesh: MeshShape) -> ParamDecision:
-    best = min(ways, key=lambda way: (way.wire, way.held))
-    prices = "; ".join(map(str, ways))
-    reason = (
-        f"{best.what}, the cheapest with `parallelize` for a layer forward and backward, per device: "
-        f"{prices}"
-    )
-    changes = {} if best.what == "whole" else {"fallback": ""}
-    return decision.revise(best.spec, reason, **changes)
 
 
 def _ways(
@@ -92,7 +91,7 @@ def _ways(
     def on(dim: int) -> Spec:
         return tuple(axes if d == dim else () for d in range(len(shape)))
 
-    yield Way("whole", on(-1), wire_bytes("all-gather", use.weight_bytes, size), size * share)
+    yield Way("whole", on(-1), wire_bytes("all-gather", use.weight_bytes, size), decision.num_bytes)
     inputs = [dim for dim in use.inputs if shape[dim] % size == 0]
     if inputs:
         dim = max(inputs, key=shape.__getitem__)

@@ -46,9 +46,9 @@ def multiply(
     kinds = [side.kind for side in sides]
     if Kind.ACTIVATION not in kinds:
         # Learned queries meet their projection: either side may be the kernel, and both are told.
-        for side, own, other in zip(sides, free, reversed(sides), strict=True):
+        pairs = zip(sides, free, reversed(sides), reversed(free), strict=True)
+        for side, own, other, rows in pairs:
             if other.kind is Kind.PARAMETER:
-                rows = free[1] if own is free[0] else free[0]
                 walk.facts.append(Contraction(side.path, summed, own, (), rows, equation))
         return walk.derive(aval, dims, sides, path="")
     weight = kinds.index(Kind.PARAMETER) if Kind.PARAMETER in kinds else None

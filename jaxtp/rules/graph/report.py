@@ -106,9 +106,8 @@ class Reporter:
             return None
         whole = len(products) == 1 and resolve(dims[option.dim]) in map(resolve, products[0].free)
         summed = [resolve(dim) for dim in products[0].summed]
-        operand, result = (
-            e.aval for e in (products[0].equation.invars[0], products[0].equation.outvars[0])
-        )
+        operand = products[0].equation.invars[0].aval
+        result = products[0].equation.outvars[0].aval
         elements = sum(dim_size(sum(p.summed + p.free + p.batch, ())) for p in products)
         return Use(
             inputs=tuple(axis for axis, dim in enumerate(dims) if dim and resolve(dim) in summed),
