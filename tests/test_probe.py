@@ -23,11 +23,11 @@ def test_healthy_devices():
 def test_a_slow_device_is_named():
     def tamper(device, what, result):
         if device.id == 3 and what == "product":
-            time.sleep(0.3)
+            time.sleep(0.5)
         return result
 
     # Simulated devices share two cores, so the limit is far above what sharing does to them.
-    health = jaxtp.probe(size=64, slow_ratio=50, tamper=tamper)
+    health = jaxtp.probe(size=64, slow_ratio=200, tamper=tamper)
     assert [reading.device for reading in health.slow] == [3]
     assert "SLOW product" in str(health)
     assert "device 3 (cpu, process 0 on " in str(health)
