@@ -29,7 +29,7 @@ from jaxtp.plan import Plan
 from jaxtp.sizes import resolve
 from jaxtp.state import slots
 from jaxtp.train.optimizer import build_optimizer
-from jaxtp.train.preset import model_flops
+from jaxtp.train.preset import model_flops, tensor_floor
 from jaxtp.train.setup import axis_sizes, model_of, plan_of, stage_kinds, update_of
 from jaxtp.train.update import TrainState, init_state
 from jaxtp.trees import PyTree, itemsize, leaves
@@ -67,6 +67,7 @@ def preflight_config(
     model = model_of(config)
     plan = plan_of(config, model, mesh)
     refuse_too_large(config, abstract_state(config, model), plan, target)
+    tokens = config.batch.size * config.seq_len
     report = preflight(
         entry,
         target=target,
@@ -77,9 +78,8 @@ def preflight_config(
             gradient_fusion=config.communication.gradient_fusion,
         ),
         tensor_axes=plan.mesh.tp,
-        model_flops=model_flops(
-            model, plan, tokens=config.batch.size * config.seq_len, seq=config.seq_len
-        ),
+        floor_bytes=tensor_floor(model, plan, tokens=tokens),
+        model_flops=model_flops(model, plan, tokens=tokens, seq=config.seq_len),
         time_limit=time_limit,
         on_progress=on_progress,
     )

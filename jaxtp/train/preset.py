@@ -138,10 +138,6 @@ def preflight_preset(
     layers = options.layers or config.num_hidden_layers
     config = dataclasses.replace(config, num_hidden_layers=layers)
     tokens = options.batch * options.seq
-    message = tokens // mesh["dp"] * config.hidden_size * jnp.dtype(config.dtype).itemsize
-    has_vocab = any(
-        d.role is Role.VOCAB and d.dim_on(plan.mesh.tp) is not None for d in plan.decisions
-    )
     report = preflight(
         entry,
         target=target,
@@ -149,18 +145,38 @@ def preflight_preset(
         keywords=dataclasses.asdict(options),
         options=compiler_options,
         tensor_axes=plan.mesh.tp,
-        floor_bytes=floor_bytes(
-            size=tp,
-            message_bytes=message,
-            layers=layers,
-            ends=has_vocab,
-            sequence_parallel=options.sequence_parallel,
-        ),
+        floor_bytes=tensor_floor(config, plan, tokens=tokens),
         model_flops=model_flops(config, plan, tokens=tokens, seq=options.seq),
         time_limit=time_limit,
         on_progress=on_progress,
     )
     return plan, report
+
+
+def tensor_floor(config: Config, plan: Plan, *, tokens: int) -> float | None:
+    """Wire bytes that one device must send per step along the tensor axis; see `floor_bytes`.
+
+    None in pipeline stages: of their compiled program idle ticks count as work, so that a ratio to
+    the floor would say nothing.
+
+    Args:
+        config: The model.
+        plan: Its plan.
+        tokens: Tokens of the global batch.
+    """
+    if plan.stages is not None:
+        return None
+    width = config.hidden_size * jnp.dtype(config.dtype).itemsize
+    has_vocab = any(
+        d.role is Role.VOCAB and d.dim_on(plan.mesh.tp) is not None for d in plan.decisions
+    )
+    return floor_bytes(
+        size=plan.mesh.tp_size,
+        message_bytes=tokens // plan.mesh.ways(plan.mesh.batch) * width,
+        layers=config.num_hidden_layers,
+        ends=has_vocab,
+        sequence_parallel=plan.sequence_parallel,
+    )
 
 
 def model_flops(config: Config, plan: Plan, *, tokens: int, seq: int) -> float:
