@@ -118,8 +118,11 @@ def together(runs):
     assert (code, other) == (0, 0), err
     assert "2 processes on 1 host, 8 devices\n" in out
     assert "probed 8 devices, 0 wrong" in out
-    # All that the second says is gloo's.
-    assert [line for line in quiet.splitlines() if not line.startswith("[Gloo]")] == []
+    # The second repeats nothing of it. What it has are gloo's lines, and the threads that write
+    # them do not wait for each other.
+    said = {line for line in out.splitlines() if "ranks" not in line}
+    assert len(said) > 10
+    assert said & set(quiet.splitlines()) <= {""}
     return runs.metrics("together")
 
 
