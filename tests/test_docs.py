@@ -1,10 +1,14 @@
-"""Examples in docstrings are true."""
+"""Examples in docstrings, and the migration page, are true."""
 
 import doctest
 import importlib
+import re
 from pathlib import Path
 
 import pytest
+
+from jaxtp.config import parse
+from jaxtp.deepspeed import TABLE
 
 ROOT = Path(__file__).parent.parent
 WITH_EXAMPLES = sorted(
@@ -19,3 +23,13 @@ def test_docstring_examples(module):
     result = doctest.testmod(importlib.import_module(module))
     assert result.attempted > 0
     assert result.failed == 0
+
+
+def test_the_migration_page_says_what_is_printed():
+    page = (ROOT / "MIGRATION.md").read_text()
+    files = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
+    printed = [f"| `{x.key}` | {x.action} | {x.text} |" for text in files for x in parse(text)[1]]
+    refused = [f"| `{k}` | {row.text} |" for k, row in TABLE.items() if row.action == "refused"]
+    assert len(files) == 2
+    assert [row for row in page.splitlines() if row.startswith("| `")][-len(refused) :] == refused
+    assert [row for row in printed if row not in page] == []
