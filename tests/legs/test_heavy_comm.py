@@ -3,7 +3,7 @@
 python -m pytest tests/legs/test_heavy_comm.py
 
 Needs nvidia-cudnn-cu12 and jax 0.11.2 or later, whose scheduler has the options of the aggressive
-profile. About fifty programs for 8 and 256 GPUs; half an hour on two cores.
+profile. About fifty programs for 8 and 256 GPUs; some minutes on two cores.
 """
 
 import sys
