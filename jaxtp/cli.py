@@ -24,8 +24,8 @@ from jaxtp.planner import make_plan
 from jaxtp.subject import load_subject
 from jaxtp.train.paper import preflight_config
 from jaxtp.train.preset import StepOptions, preflight_preset
+from jaxtp.train.setup import options_of
 from jaxtp.view import see_tp_plan
-from jaxtp.xla.options import compile_options
 
 app = tyro.extras.SubcommandApp()
 
@@ -214,9 +214,7 @@ def preflight(
             plan, report = preflight_preset(
                 settings,
                 target or "h100:1x8",
-                compiler_options=compile_options(
-                    overlap=communication.overlap, gradient_fusion=communication.gradient_fusion
-                ),
+                compiler_options=options_of(communication),
                 time_limit=time_limit,
                 on_progress=show,
             )

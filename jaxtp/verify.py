@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jaxtp.apply import shard, shard_batch, unshard
 from jaxtp.errors import ParityFailed
 from jaxtp.mesh.axes import MeshShape
-from jaxtp.mesh.build import auto_context, make_mesh
+from jaxtp.mesh.build import auto_context, auto_mesh, make_mesh
 from jaxtp.padding import Padding, unpad
 from jaxtp.plan import Plan
 from jaxtp.planner import make_plan
@@ -192,11 +192,7 @@ def _meshes(mesh: Mesh, axis_names: Any) -> Iterator[Mesh]:
 def _renamed(mesh: Mesh, shape: MeshShape) -> Mesh:
     """The small mesh with the user's axis names, the other axes having size one."""
     sizes = [mesh.size if name == shape.tp_name else 1 for name in shape.names]
-    return Mesh(mesh.devices.reshape(sizes), shape.names, axis_types=_auto(len(sizes)))
-
-
-def _auto(count: int) -> tuple[jax.sharding.AxisType, ...]:
-    return (jax.sharding.AxisType.Auto,) * count
+    return auto_mesh(Mesh(mesh.devices.reshape(sizes), shape.names))
 
 
 def _split(tree: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:

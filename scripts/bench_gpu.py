@@ -30,11 +30,17 @@ import jax.numpy as jnp
 import tyro
 
 import jaxtp
-from jaxtp.cost import StepFlops, matmul_params, train_flops
+from jaxtp.cost import StepFlops
 from jaxtp.errors import BadTarget, BadTopology, CheckFailed, DoesNotFit
 from jaxtp.mesh.topology import KINDS, DeviceKind, kind_of
 from jaxtp.models import config_of
-from jaxtp.train.preset import StepOptions, preflight_preset, preset_plan, preset_step
+from jaxtp.train.preset import (
+    StepOptions,
+    model_flops,
+    preflight_preset,
+    preset_plan,
+    preset_step,
+)
 from jaxtp.xla.report import GIB, Report
 
 Flag = tyro.conf.FlagCreatePairsOff[bool]
@@ -238,17 +244,9 @@ def results(
 
 def flops_of(options: StepOptions) -> StepFlops:
     """Model FLOPs of a step, recomputation left out."""
-    config: Any = config_of(options.model)
-    model, plan = preset_plan({"tp": 1}, options)
-    heads = config.num_attention_heads
-    return train_flops(
-        matmul_params=matmul_params(plan, tied=not hasattr(model, "lm_head")),
-        tokens=options.batch * options.seq,
-        layers=config.num_hidden_layers,
-        heads=heads,
-        head_dim=getattr(config, "head_dim", config.hidden_size // heads),
-        seq=options.seq,
-    )
+    plan = preset_plan({"tp": 1}, options)[1]
+    tokens = options.batch * options.seq
+    return model_flops(config_of(options.model), plan, tokens=tokens, seq=options.seq)
 
 
 def _tera(flops: float) -> str:

@@ -4,13 +4,12 @@ Stage in: a run's settings, plan and devices. Stage out: numbers by name, for ea
 """
 
 import jax
-import jax.numpy as jnp
 
 from jaxtp import models
 from jaxtp.config import Config
 from jaxtp.mesh.topology import Target
 from jaxtp.plan import Plan
-from jaxtp.train.preset import model_flops
+from jaxtp.train.preset import model_flops, recomputation, stream_bytes
 from jaxtp.train.setup import Setup
 from jaxtp.xla.running import is_gpu, target_of
 
@@ -26,7 +25,7 @@ class Meter:
     def __init__(self, setup: Setup) -> None:
         config, self._devices = setup.config, setup.mesh.devices
         tokens = config.batch.size * config.seq_len
-        self.flops = model_flops(setup.model, setup.plan, tokens=tokens, seq=config.seq_len)
+        self.flops = model_flops(setup.model, setup.plan, tokens=tokens, seq=config.seq_len).full
         self.target = target_of(setup.mesh)
         self._on_gpu = is_gpu(setup.mesh)
         self._seconds = modelled_seconds(config, setup.model, setup.plan, self.target, self.flops)
@@ -76,10 +75,10 @@ def modelled_seconds(
         target: The machine.
         flops: FLOPs of one step without recomputation.
     """
-    again = 1 if config.remat == "none" else 4 / 3
-    products = again * flops / plan.mesh.num_devices / target.device.matmul_flops
-    message = config.batch.micro_size * config.seq_len * model.hidden_size
-    num_bytes = message * jnp.dtype(model.dtype).itemsize
+    products = (
+        recomputation(config.remat) * flops / plan.mesh.num_devices / target.device.matmul_flops
+    )
+    num_bytes = stream_bytes(model, config.batch.micro_size * config.seq_len)
     count = 4 * model.num_hidden_layers * config.batch.accumulation / config.mesh.pp
     group = [range(config.mesh.tp)]
     reductions = count * target.collective_seconds("all-reduce", num_bytes, group)

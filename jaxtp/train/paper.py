@@ -29,11 +29,10 @@ from jaxtp.plan import Plan
 from jaxtp.sizes import resolve
 from jaxtp.state import slots
 from jaxtp.train.optimizer import build_optimizer
-from jaxtp.train.preset import model_flops, tensor_floor
-from jaxtp.train.setup import axis_sizes, model_of, plan_of, stage_kinds, update_of
+from jaxtp.train.preset import model_flops, recomputation, stream_bytes, tensor_floor
+from jaxtp.train.setup import axis_sizes, model_of, options_of, plan_of, stage_kinds, update_of
 from jaxtp.train.update import TrainState, init_state
 from jaxtp.trees import PyTree, itemsize, leaves
-from jaxtp.xla.options import compile_options
 from jaxtp.xla.preflight import preflight
 from jaxtp.xla.report import Report
 
@@ -73,13 +72,10 @@ def preflight_config(
         target=target,
         mesh=mesh,
         keywords={"settings": json.dumps(dataclasses.asdict(config), default=str)},
-        options=compile_options(
-            overlap=config.communication.overlap,
-            gradient_fusion=config.communication.gradient_fusion,
-        ),
+        options=options_of(config.communication),
         tensor_axes=plan.mesh.tp,
         floor_bytes=tensor_floor(model, plan, tokens=tokens),
-        model_flops=model_flops(model, plan, tokens=tokens, seq=config.seq_len),
+        model_flops=model_flops(model, plan, tokens=tokens, seq=config.seq_len).full,
         time_limit=time_limit,
         on_progress=on_progress,
     )
@@ -122,19 +118,21 @@ def work_of(config: Config, plan: Plan) -> Work:
     )
     tokens, layers = config.batch.size * config.seq_len, model.num_hidden_layers
     whole, in_layers = (
-        model_flops(model, p, tokens=tokens, seq=config.seq_len) for p in (plan, stacked)
+        model_flops(model, p, tokens=tokens, seq=config.seq_len).full for p in (plan, stacked)
     )
-    # Recomputation runs the forward pass, a third of the three passes' worth, once more.
-    again = 1 if config.remat == "none" else 4 / 3
     row = tokens // plan.stages.micro_batches // (config.mesh.dp * config.mesh.fsdp)
-    num_bytes = row * model.hidden_size * jnp.dtype(model.dtype).itemsize
+    num_bytes = stream_bytes(model, row)
     if plan.sequence_parallel:
         num_bytes //= config.mesh.tp
     first = [stage * per_stage for stage in range(num_stages)]
     ring = zip(first, [*first[1:], 0], strict=True)
     state, rows = abstract_state(config, model), plan.stages.num_rounds * plan.stages.block
     return Work(
-        layer_flops=again * in_layers / layers / plan.stages.micro_batches / per_stage,
+        layer_flops=recomputation(config.remat)
+        * in_layers
+        / layers
+        / plan.stages.micro_batches
+        / per_stage,
         end_flops=(whole - in_layers) / cluster.num_devices,
         layer_bytes=state_bytes_per_device(state, plan, cut_by=plan.mesh.pp) // rows,
         permute_seconds=max(cluster.permute_seconds(num_bytes, *pair) for pair in ring),
@@ -230,8 +228,7 @@ def warn_across_hosts(config: Config, target: Target) -> None:
     if len(domain) == 1:
         return
     model = model_of(config)
-    tokens = config.batch.micro_size * config.seq_len
-    num_bytes = tokens * model.hidden_size * jnp.dtype(model.dtype).itemsize
+    num_bytes = stream_bytes(model, config.batch.micro_size * config.seq_len)
     count = 4 * model.num_hidden_layers * config.batch.accumulation
     inside = next(n for n in range(config.mesh.tp, 0, -1) if target.domain(n - 1) == 0)
     across, within = (

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtp.activations import use_plan
 from jaxtp.apply import shard
-from jaxtp.cost import matmul_params, train_flops
+from jaxtp.cost import StepFlops, matmul_params, train_flops
 from jaxtp.errors import SizeMismatch
 from jaxtp.mesh.build import plan_mesh
 from jaxtp.mesh.topology import Target
@@ -146,7 +146,7 @@ def preflight_preset(
         options=compiler_options,
         tensor_axes=plan.mesh.tp,
         floor_bytes=tensor_floor(config, plan, tokens=tokens),
-        model_flops=model_flops(config, plan, tokens=tokens, seq=options.seq),
+        model_flops=model_flops(config, plan, tokens=tokens, seq=options.seq).full,
         time_limit=time_limit,
         on_progress=on_progress,
     )
@@ -166,21 +166,33 @@ def tensor_floor(config: Config, plan: Plan, *, tokens: int) -> float | None:
     """
     if plan.stages is not None:
         return None
-    width = config.hidden_size * jnp.dtype(config.dtype).itemsize
     has_vocab = any(
         d.role is Role.VOCAB and d.dim_on(plan.mesh.tp) is not None for d in plan.decisions
     )
     return floor_bytes(
         size=plan.mesh.tp_size,
-        message_bytes=tokens // plan.mesh.ways(plan.mesh.batch) * width,
+        message_bytes=stream_bytes(config, tokens // plan.mesh.ways(plan.mesh.batch)),
         layers=config.num_hidden_layers,
         ends=has_vocab,
         sequence_parallel=plan.sequence_parallel,
     )
 
 
-def model_flops(config: Config, plan: Plan, *, tokens: int, seq: int) -> float:
-    """FLOPs of one step of a model, recomputation left out and attention counted in full.
+def stream_bytes(config: Config, tokens: int) -> int:
+    """Bytes of the residual stream of so many tokens, whole."""
+    return tokens * config.hidden_size * jnp.dtype(config.dtype).itemsize
+
+
+def recomputation(remat: str) -> float:
+    """FLOPs of a step with recomputation, as a multiple of those without.
+
+    It runs the forward pass, a third of the three passes' worth, once more.
+    """
+    return 1 if remat == "none" else 4 / 3
+
+
+def model_flops(config: Config, plan: Plan, *, tokens: int, seq: int) -> StepFlops:
+    """FLOPs of one step of a model, recomputation left out.
 
     Args:
         config: The model.
@@ -195,7 +207,7 @@ def model_flops(config: Config, plan: Plan, *, tokens: int, seq: int) -> float:
         heads=config.num_attention_heads,
         head_dim=config.head_dim,
         seq=seq,
-    ).full
+    )
 
 
 def preset_step(mesh: Mesh, **settings: Any) -> tuple[Any, tuple[Any, ...]]:

@@ -17,7 +17,7 @@ from jaxtp import models
 from jaxtp.activations import use_plan
 from jaxtp.apply import shard_batch
 from jaxtp.balance import deal
-from jaxtp.config import Config, settings
+from jaxtp.config import Communication, Config, settings
 from jaxtp.errors import BadConfig, SizeMismatch, join
 from jaxtp.init import init_sharded
 from jaxtp.mesh.build import make_mesh, plan_mesh
@@ -33,7 +33,7 @@ from jaxtp.train.optimizer import build_optimizer
 from jaxtp.train.step import Step, jit_step
 from jaxtp.train.text import Text, read_text
 from jaxtp.train.update import TrainState, Update, init_state, make_update, to_host
-from jaxtp.xla.options import compile_options
+from jaxtp.xla.options import CompileOptions, compile_options
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -95,10 +95,6 @@ def prepare(config: Config) -> Setup:
     if offload:
         state = to_host(state)
     update = update_of(config, model, plan, mesh, offload=offload)
-    options = compile_options(
-        overlap=config.communication.overlap,
-        gradient_fusion=config.communication.gradient_fusion,
-    )
     on_gpu = jax.default_backend() == "gpu"
     return Setup(
         config=config,
@@ -112,10 +108,17 @@ def prepare(config: Config) -> Setup:
             mesh,
             plan=plan,
             donate=config.communication.donate,
-            compiler_options=options.options if on_gpu else None,
+            compiler_options=options_of(config.communication).options if on_gpu else None,
         ),
         text=text,
         validate=functools.partial(_validate, _mean(loss_of(model), plan, mesh)),
+    )
+
+
+def options_of(communication: Communication) -> CompileOptions:
+    """The compile options of a section of settings."""
+    return compile_options(
+        overlap=communication.overlap, gradient_fusion=communication.gradient_fusion
     )
 
 
