@@ -12,16 +12,15 @@ Attention is cuDNN's where nvidia-cudnn-cu12 can be imported, else XLA's; the ou
 """
 
 import dataclasses
+import functools
 import importlib.util
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Annotated, Literal
 
 import tyro
-from rich import box
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn
-from rich.table import Table
+from tables import Cell, Flag, Section, tabulate
 
 from jaxtp.mesh.links import MIB
 from jaxtp.train.preset import StepOptions, preflight_preset
@@ -31,8 +30,6 @@ from jaxtp.xla.report import GIB, Report, Row
 
 Overlap = Literal["off", "auto", "aggressive"]
 Peer = Literal["jaxtp", "megatron", "largest", "replicated"]
-Cell = Any  # str, float, int or bool
-Flag = tyro.conf.FlagCreatePairsOff[bool]
 
 # DeepSpeed's AutoTP against manual tensor parallelism, by its authors: throughput, memory.
 AUTOTP = {"AutoTP, default": ("+13.6%", "-7%"), "AutoTP, optimised": ("+49.6%", "-14%")}
@@ -93,16 +90,6 @@ class Compiler:
                 compiler_options=options,
                 on_progress=show,
             )[1]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Section:
-    """A table, the thresholds it is held to, and what a reader must know."""
-
-    title: str
-    rows: Sequence[Mapping[str, Cell]]
-    thresholds: Sequence[tuple[str, bool]]
-    notes: Sequence[str] = ()
 
 
 def messages(report: Report, axis: str = "tp") -> list[Row]:
@@ -423,33 +410,12 @@ class Options:
     """One section; default: all."""
 
 
-def shown(section: Section) -> Iterator[Table | str]:
-    """A section for a terminal."""
-    table = Table(title=section.title, title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
-    for column in section.rows[0]:
-        left = isinstance(section.rows[0][column], str)
-        table.add_column(column, justify="left" if left else "right", no_wrap=True)
-    for row in section.rows:
-        table.add_row(*(str(cell) for cell in row.values()))
-    yield table
-    for text, reached in section.thresholds:
-        yield f"{'reached    ' if reached else 'NOT REACHED'}  {text}"
-    for note in section.notes:
-        yield f"note         {note}"
-
-
 def main(options: Options) -> None:
     """Compiles and tabulates, section by section."""
-    console = Console(width=max(Console().width, 200), highlight=False, markup=False)
     compiler = Compiler(console=Console(stderr=True))
-    found: dict[str, Section] = {}
-    for name, section in SECTIONS.items():
-        if options.only in ("", name):
-            found[name] = section(compiler)
-            for part in shown(found[name]) if not options.as_json else ():
-                console.print(part)
-    if options.as_json:
-        print(json.dumps({name: dataclasses.asdict(one) for name, one in found.items()}, indent=1))
+    names = [options.only] if options.only else SECTIONS
+    sections = {name: functools.partial(SECTIONS[name], compiler) for name in names}
+    tabulate(sections, as_json=options.as_json, width=200)
 
 
 if __name__ == "__main__":

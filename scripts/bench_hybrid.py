@@ -17,17 +17,15 @@ No GPU is needed.
 
 import dataclasses
 import functools
-import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
-from bench_comm import Cell, Flag, Section, shown
-from rich.console import Console
+from tables import Cell, Flag, Section, tabulate
 
 import jaxtp
 from jaxtp.activations import use_plan
@@ -186,41 +184,30 @@ def fastest(steps: Mapping[str, Callable[[], object]], turns: int = 5) -> dict[s
     return found
 
 
+_70B = Config(
+    model="llama3-70b",
+    target="h100:8x8",
+    seq_len=4096,
+    mesh=Mesh(fsdp=8, tp=8),
+    batch=Batch(size=8),
+    zero=Zero(stage=3, partition_activations=True),
+)
+_405B = Config(
+    model="llama3-405b",
+    target="h100:64x8",
+    seq_len=8192,
+    mesh=Mesh(pp=16, fsdp=4, tp=8),
+    batch=Batch(size=128),
+    pipeline=Pipeline(micro_batches=32),
+    zero=Zero(stage=1, partition_activations=True),
+)
 H100S: Mapping[str, Config] = {
-    "70B, fsdp 8 x tp 8": Config(
-        model="llama3-70b",
-        target="h100:8x8",
-        seq_len=4096,
-        mesh=Mesh(fsdp=8, tp=8),
-        batch=Batch(size=8),
-        zero=Zero(stage=3, partition_activations=True),
+    "70B, fsdp 8 x tp 8": _70B,
+    "70B, dp 8 x tp 8": dataclasses.replace(
+        _70B, mesh=Mesh(dp=8, tp=8), zero=Zero(stage=0, partition_activations=True)
     ),
-    "70B, dp 8 x tp 8": Config(
-        model="llama3-70b",
-        target="h100:8x8",
-        seq_len=4096,
-        mesh=Mesh(dp=8, tp=8),
-        batch=Batch(size=8),
-        zero=Zero(stage=0, partition_activations=True),
-    ),
-    "405B, GPipe": Config(
-        model="llama3-405b",
-        target="h100:64x8",
-        seq_len=8192,
-        mesh=Mesh(pp=16, fsdp=4, tp=8),
-        batch=Batch(size=128),
-        pipeline=Pipeline(micro_batches=32),
-        zero=Zero(stage=1, partition_activations=True),
-    ),
-    "405B, 4 rounds": Config(
-        model="llama3-405b",
-        target="h100:64x8",
-        seq_len=8192,
-        mesh=Mesh(pp=16, fsdp=4, tp=8),
-        batch=Batch(size=128),
-        pipeline=Pipeline(micro_batches=32, rounds=4),
-        zero=Zero(stage=1, partition_activations=True),
-    ),
+    "405B, GPipe": _405B,
+    "405B, 4 rounds": dataclasses.replace(_405B, pipeline=Pipeline(micro_batches=32, rounds=4)),
     "1T, fsdp 64 x tp 8": Config(
         model="gpt-1t",
         target="h100:64x8",
@@ -382,22 +369,11 @@ class Options:
     """One section; default: mixed and simulated."""
 
 
-def wanted(options: Options) -> Iterator[str]:
-    """Names of the sections to show."""
-    yield from [options.only] if options.only else ("mixed", "simulated")
-
-
 def main(options: Options) -> None:
     """Models, measures and tabulates, section by section."""
     jax.config.update("jax_num_cpu_devices", 2)
-    console = Console(width=max(Console().width, 160), highlight=False, markup=False)
-    found: dict[str, Section] = {}
-    for name in wanted(options):
-        found[name] = SECTIONS[name]()
-        for part in shown(found[name]) if not options.as_json else ():
-            console.print(part)
-    if options.as_json:
-        print(json.dumps({name: dataclasses.asdict(one) for name, one in found.items()}, indent=1))
+    names = [options.only] if options.only else ("mixed", "simulated")
+    tabulate({name: SECTIONS[name] for name in names}, as_json=options.as_json, width=160)
 
 
 if __name__ == "__main__":

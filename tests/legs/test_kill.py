@@ -22,6 +22,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+import run_folders
 
 ROOT = Path(__file__).parents[2]
 STEPS, EVERY, KILLS = 100, 2, 20
@@ -35,6 +36,7 @@ CONFIG = {
     "optimizer": {"learning_rate": 1e-2},
     "run": {"checkpoint_every": EVERY, "eval_every": 1000, "eval_windows": 2, "keep_last": 2},
 }
+WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "it", "run"]
 
 
 class Runs:
@@ -42,21 +44,7 @@ class Runs:
 
     def __init__(self, root):
         self.root = root
-        (root / "text").mkdir()
-        for number in range(30):
-            words = random.Random(number).choices(
-                ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "it", "run"], k=400
-            )
-            (root / "text" / f"{number}.txt").write_text(" ".join(words))
-        config = CONFIG | {"data": {"files": f"{root}/text/*.txt"}}
-        (root / "config.json").write_text(json.dumps(config))
-        self.environment = {
-            **os.environ,
-            "PYTHONUNBUFFERED": "1",
-            "JAX_COMPILATION_CACHE_DIR": str(root / "cache"),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-        }
+        self.environment = run_folders.make(root, CONFIG, WORDS)
 
     def start(self, name, *flags):
         (self.root / name).mkdir(exist_ok=True)

@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 import pytest
+import run_folders
 
 ROOT = Path(__file__).parents[2]
 WORKER = ROOT / "tests" / "process_runs.py"
@@ -32,6 +33,7 @@ NUMBERS = ("loss", "grad_norm", "validation_loss")
 
 HEARTBEAT = 4.0  # of process_runs.py, in seconds
 SLACK = 5.0  # two busy cores
+WORDS = ["the", "cat", "sat", "on", "a", "mat"]
 
 
 class Runs:
@@ -39,19 +41,7 @@ class Runs:
 
     def __init__(self, root):
         self.root = root
-        (root / "text").mkdir()
-        for number in range(30):
-            words = random.Random(number).choices(["the", "cat", "sat", "on", "a", "mat"], k=400)
-            (root / "text" / f"{number}.txt").write_text(" ".join(words))
-        config = CONFIG | {"data": {"files": f"{root}/text/*.txt"}}
-        (root / "config.json").write_text(json.dumps(config))
-        self.environment = {
-            **os.environ,
-            "PYTHONUNBUFFERED": "1",
-            "JAX_COMPILATION_CACHE_DIR": str(root / "cache"),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-        }
+        self.environment = run_folders.make(root, CONFIG, WORDS)
 
     def start(self, command, **variables):
         return subprocess.Popen(
