@@ -6,35 +6,35 @@ The front door. Models and training are imported explicitly: `from jaxtp import 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from jaxtp.activations import constrain, use_plan
-from jaxtp.apply import shard, shard_batch, unshard
-from jaxtp.check import check
+from jaxtp.activations.by_dataflow import parallelize
+from jaxtp.activations.by_name import constrain, use_plan
+from jaxtp.compile.deviceless import preflight
+from jaxtp.compile.limits import check
+from jaxtp.compile.options import compile_options
 from jaxtp.errors import JaxtpError, JaxtpWarning
-from jaxtp.export import annotate, export_rules
-from jaxtp.init import init_optimizer, init_sharded
-from jaxtp.listing import dump_tree, load_tree
+from jaxtp.inspect.export import annotate, export_rules
+from jaxtp.inspect.pages import see_tp_plan
+from jaxtp.inspect.parity import verify
+from jaxtp.io.tree_files import dump_tree, load_tree
+from jaxtp.layers.stacked import scan_layers
 from jaxtp.mesh.axes import MeshShape
 from jaxtp.mesh.build import make_mesh, plan_mesh
-from jaxtp.mesh.distributed import agree, initialize
-from jaxtp.mesh.faults import watchdog
-from jaxtp.mesh.probe import probe
-from jaxtp.padding import mask_padding
-from jaxtp.parallelize import parallelize
-from jaxtp.pipeline import scan_layers
-from jaxtp.plan import ParamDecision, Plan
-from jaxtp.planner import make_plan
-from jaxtp.state import state_specs
+from jaxtp.placement.arrays import shard, shard_batch, unshard
+from jaxtp.placement.init import init_optimizer, init_sharded
+from jaxtp.placement.train_state import state_specs
+from jaxtp.plan.decisions import ParamDecision, Plan
+from jaxtp.plan.stored_form import mask_padding
+from jaxtp.processes.device_health import probe
+from jaxtp.processes.faults import watchdog
+from jaxtp.processes.startup import agree, initialize
+from jaxtp.rules.planner import make_plan
 from jaxtp.train.step import jit_step
-from jaxtp.verify import verify
-from jaxtp.view import see_tp_plan
-from jaxtp.xla.options import compile_options
-from jaxtp.xla.preflight import preflight
 
 if TYPE_CHECKING:
-    from jaxtp.io.checkpoint import Checkpoints
+    from jaxtp.io.checkpoints import Checkpoints
     from jaxtp.io.hf import load_hf, save_hf
 
-LAZY = {"Checkpoints": "io.checkpoint", "load_hf": "io.hf", "save_hf": "io.hf"}
+LAZY = {"Checkpoints": "io.checkpoints", "load_hf": "io.hf", "save_hf": "io.hf"}
 """Names whose modules bring Orbax or Flax with them, imported when they are first used."""
 
 __all__ = [

@@ -5,7 +5,8 @@
     python scripts/bench_comm.py --only gpt3 --json
 
 No GPU is needed and nothing runs: memory, messages and their bytes are the compiler's, seconds and
-hidden shares come from the two-clock model of `jaxtp.xla.schedule`. The peers of `comm_peers.py`
+hidden shares come from the two-clock model of `jaxtp.compile.schedule`. The peers of
+`comm_peers.py`
 are compiled on the same step in the same run, against the same floor.
 
 Attention is cuDNN's where nvidia-cudnn-cu12 can be imported, else XLA's; the output says which.
@@ -22,11 +23,11 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn
 from tables import Cell, Flag, Section, tabulate
 
-from jaxtp.mesh.links import MIB
+from jaxtp.compile.analysis import RUNTIME_BYTES
+from jaxtp.compile.options import compile_options
+from jaxtp.compile.report import GIB, Report, Row
+from jaxtp.hardware.links import MIB
 from jaxtp.train.preset import StepOptions, preflight_preset
-from jaxtp.xla.analysis import RUNTIME_BYTES
-from jaxtp.xla.options import compile_options
-from jaxtp.xla.report import GIB, Report, Row
 
 Overlap = Literal["off", "auto", "aggressive"]
 Peer = Literal["jaxtp", "megatron", "largest", "replicated"]

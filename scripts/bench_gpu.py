@@ -30,18 +30,12 @@ import jax.numpy as jnp
 import tyro
 
 import jaxtp
-from jaxtp.cost import StepFlops
+from jaxtp.compile.report import GIB, Report
+from jaxtp.cost.flops import StepFlops
 from jaxtp.errors import BadTarget, BadTopology, CheckFailed, DoesNotFit
-from jaxtp.mesh.topology import KINDS, DeviceKind, kind_of
+from jaxtp.hardware.gpus import KINDS, DeviceKind, kind_of
 from jaxtp.models import config_of
-from jaxtp.train.preset import (
-    StepOptions,
-    model_flops,
-    preflight_preset,
-    preset_plan,
-    preset_step,
-)
-from jaxtp.xla.report import GIB, Report
+from jaxtp.train.preset import StepOptions, model_flops, preflight_preset, preset_plan, preset_step
 
 Flag = tyro.conf.FlagCreatePairsOff[bool]
 

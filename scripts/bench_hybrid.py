@@ -28,18 +28,18 @@ import tyro
 from tables import Cell, Flag, Section, tabulate
 
 import jaxtp
-from jaxtp.activations import use_plan
-from jaxtp.balance import STRATEGIES, Work, compare, deal, step_seconds
-from jaxtp.config import Batch, Communication, Config, Mesh, Pipeline, Tensor, Zero
+from jaxtp.activations.by_name import use_plan
+from jaxtp.compile.report import GIB
+from jaxtp.config.batch_sizes import resolve
+from jaxtp.config.settings import Batch, Communication, Config, Mesh, Pipeline, Tensor, Zero
+from jaxtp.cost.stage_balance import STRATEGIES, Work, compare, deal, step_seconds
 from jaxtp.errors import DoesNotFit
+from jaxtp.hardware.gpus import KINDS
+from jaxtp.layers.stacked import scan_layers
 from jaxtp.mesh.build import plan_mesh
-from jaxtp.mesh.topology import KINDS
-from jaxtp.pipeline import scan_layers
-from jaxtp.sizes import resolve
-from jaxtp.stages import Stages
+from jaxtp.plan.stages import Stages
 from jaxtp.train.paper import preflight_config, stage_kinds, work_of
 from jaxtp.train.setup import axis_sizes, model_of, plan_of
-from jaxtp.xla.report import GIB
 
 CLUSTERS = ("a100-80:1x8+h100:1x8", "a100-40:1x8+h200:1x8")
 

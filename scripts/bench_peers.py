@@ -43,12 +43,12 @@ from rich.progress import Progress
 from rich.table import Table
 
 import jaxtp
-from jaxtp import trees
+from jaxtp.activations.by_dataflow import parallelize
+from jaxtp.compile.deviceless import preflight
+from jaxtp.cost.floor import floor_bytes
 from jaxtp.mesh.axes import MeshShape
 from jaxtp.mesh.build import abstract_mesh
-from jaxtp.parallelize import parallelize
-from jaxtp.xla.floor import floor_bytes
-from jaxtp.xla.preflight import preflight
+from jaxtp.plan import trees
 
 TARGET, SIZE = "h100:1x8", 8
 SAME_WORK = 1.1

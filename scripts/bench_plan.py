@@ -47,9 +47,9 @@ from rich.progress import track
 from rich.table import Table
 
 import jaxtp
-from jaxtp import trees
 from jaxtp.models import PRESETS, LlamaConfig, abstract
 from jaxtp.models.llama import Llama, LlamaLayer
+from jaxtp.plan import trees
 
 VERDICTS = ("agree", "acceptable", "missed", "wrong", "harmful")
 Label = Mapping[str, Any]

@@ -5,7 +5,7 @@
     replicated  every array whole on every device
 
 Stage in: a mesh and `StepOptions`. Stage out: the jitted step and its abstract arguments; each
-`NAME_step` is an entry for the process of `jaxtp.xla.preflight`.
+`NAME_step` is an entry for the process of `jaxtp.compile.deviceless`.
 """
 
 import dataclasses
@@ -15,8 +15,8 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from jaxtp.config import parse
-from jaxtp.plan import ParamDecision
+from jaxtp.config.settings import parse
+from jaxtp.plan.decisions import ParamDecision
 from jaxtp.train import paper
 from jaxtp.train.preset import StepOptions, planned_step, preset_plan
 from jaxtp.train.setup import model_of, plan_of

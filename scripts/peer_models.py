@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtp import models
-from jaxtp.mesh.links import wire_bytes
+from jaxtp.hardware.links import wire_bytes
 
 BATCH, SEQ, WIDTH, HEADS, INNER, VOCAB, LAYERS, EXPERTS = 8, 64, 512, 8, 2048, 2048, 2, 8
 """As many tokens as the model is wide, which is where tensor parallelism is used: what fsdp moves

@@ -22,12 +22,12 @@ from flax import nnx
 
 import jaxtp
 from jaxtp import models
-from jaxtp.config import load
+from jaxtp.compile import running_step
+from jaxtp.config.settings import load
 from jaxtp.train import data
 from jaxtp.train.loop import fit
 from jaxtp.train.metrics import METRICS_FILE
 from jaxtp.train.optimizer import build_optimizer
-from jaxtp.xla import running
 
 CONFIG, _ = load(Path(__file__).with_suffix(".toml"))
 TrainState = tuple[models.Llama, nnx.Optimizer]
@@ -119,8 +119,8 @@ def main(settings: Settings) -> None:
     def batch(number: int) -> jax.Array:
         return jaxtp.shard_batch(batches[number], mesh)
 
-    if running.is_asked():
-        table = running.report_step(step, state, batch(0), tensor_axes=plan.mesh.tp)
+    if running_step.is_asked():
+        table = running_step.report_step(step, state, batch(0), tensor_axes=plan.mesh.tp)
         print(f"\nwhat one step moves\n{table.communication()}\n")
     state = fit(
         step,

@@ -26,10 +26,11 @@ import tyro
 from rich.console import Console
 
 import jaxtp
-from jaxtp.config import Config, load, settings
+from jaxtp.compile import running_step
+from jaxtp.config.settings import Config, load, settings
 from jaxtp.errors import BadCheckpoint, TrainingDiverged
-from jaxtp.io.checkpoint import Checkpoints
-from jaxtp.mesh.faults import exit_with
+from jaxtp.io.checkpoints import Checkpoints
+from jaxtp.processes.faults import exit_with
 from jaxtp.train import watch
 from jaxtp.train.loop import fit
 from jaxtp.train.meter import Meter
@@ -38,7 +39,6 @@ from jaxtp.train.paper import strategies
 from jaxtp.train.restarts import Preemption, supervise
 from jaxtp.train.setup import Setup, prepare
 from jaxtp.train.update import TrainState
-from jaxtp.xla import running
 
 
 def read_arguments(arguments: list[str]) -> Config:
@@ -73,7 +73,7 @@ def main(config: Config) -> int:
     profiler = watch.Profiler(folder / "profile")
     with Preemption() as preemption, checkpoints:
         first, state = resume(checkpoints, setup)
-        if running.is_asked():
+        if running_step.is_asked():
             say(what_a_step_moves(setup, state))
 
         def save(number: int, state: TrainState) -> None:
@@ -170,7 +170,7 @@ def resume(checkpoints: Checkpoints, setup: Setup) -> tuple[int, TrainState]:
 def what_a_step_moves(setup: Setup, state: TrainState) -> str:
     """The collectives of the compiled step, as a table."""
     batch = setup.placed(setup.text.train(0))
-    table = running.report_step(setup.step, state, batch, tensor_axes=setup.plan.mesh.tp)
+    table = running_step.report_step(setup.step, state, batch, tensor_axes=setup.plan.mesh.tp)
     return f"\nwhat one step moves\n{table.communication()}\n"
 
 

@@ -9,8 +9,8 @@ from flax import nnx
 
 import jaxtp
 from jaxtp import models
-from jaxtp.config import Optimizer, Precision
-from jaxtp.stages import Stages
+from jaxtp.config.settings import Optimizer, Precision
+from jaxtp.plan.stages import Stages
 from jaxtp.train.language import NextToken
 from jaxtp.train.optimizer import build_optimizer
 from jaxtp.train.step import jit_step

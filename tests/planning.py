@@ -3,7 +3,7 @@
 import jax
 
 import jaxtp
-from jaxtp.trees import spec_text
+from jaxtp.plan.trees import spec_text
 
 
 def structs(shapes, dtype="bfloat16"):

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 import jaxtp
-from jaxtp.mesh.distributed import gather
+from jaxtp.processes.startup import gather
 
 STEPS = 1000
 FAULT_STEP = 5

@@ -16,7 +16,7 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh
 
 from jaxtp.models.llama import Llama, LlamaConfig
-from jaxtp.trees import map_with_path
+from jaxtp.plan.trees import map_with_path
 
 VOCAB, SEQ, BATCH = 48, 6, 8
 MESHES = [(1, 8), (2, 4), (4, 2), (8, 1)]

@@ -9,8 +9,8 @@ from flax import nnx
 
 import jaxtp
 from jaxtp import models
-from jaxtp.config import Precision
-from jaxtp.stages import Stages
+from jaxtp.config.settings import Precision
+from jaxtp.plan.stages import Stages
 from jaxtp.train.update import init_state
 
 # Nothing divides: the vocabulary needs padding, five layers make uneven stages.

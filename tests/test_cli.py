@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxtp
-from jaxtp.cli import main
+from jaxtp.cli.commands import main
 from jaxtp.errors import BadUsage
 
 

@@ -8,10 +8,10 @@ import pytest
 import tyro
 from test_surface import check_golden
 
-from jaxtp.config import Batch, Config, Mesh, Pipeline, Zero, load, parse, settings
-from jaxtp.deepspeed import TABLE
+from jaxtp.config.batch_sizes import resolve
+from jaxtp.config.deepspeed import TABLE
+from jaxtp.config.settings import Batch, Config, Mesh, Pipeline, Zero, load, parse, settings
 from jaxtp.errors import BadConfig, BadMesh, BadStages, SizeMismatch
-from jaxtp.sizes import resolve
 
 # The file of DeepSpeed's and AutoTP's users, key by key.
 EXAMPLE = """

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxtp.config import parse
-from jaxtp.deepspeed import TABLE
+from jaxtp.config.deepspeed import TABLE
+from jaxtp.config.settings import parse
 
 ROOT = Path(__file__).parent.parent
 WITH_EXAMPLES = sorted(

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxtp
 from jaxtp.errors import PlanMismatch
-from jaxtp.export import annotate, export_rules, match_rules
+from jaxtp.inspect.export import annotate, export_rules, match_rules
 from jaxtp.models import abstract
 
 

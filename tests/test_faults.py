@@ -9,7 +9,7 @@ import pytest
 
 import jaxtp
 from jaxtp.errors import CommunicationTimeout
-from jaxtp.mesh import faults
+from jaxtp.processes import faults
 
 STUCK = """
 import atexit, time, jax, jaxtp

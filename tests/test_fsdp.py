@@ -11,10 +11,10 @@ from jax.sharding import PartitionSpec as P
 
 import jaxtp
 from jaxtp import models
-from jaxtp.config import Batch, Config, Mesh, Zero
+from jaxtp.config.batch_sizes import resolve
+from jaxtp.config.settings import Batch, Config, Mesh, Zero
 from jaxtp.errors import BadConfig, DoesNotFit
-from jaxtp.mesh.topology import Target
-from jaxtp.sizes import resolve
+from jaxtp.hardware.gpus import Target
 from jaxtp.train import setup
 from jaxtp.train.paper import (
     abstract_state,

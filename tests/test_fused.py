@@ -11,9 +11,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxtp
+from jaxtp.activations.by_dataflow import parallelize
+from jaxtp.compile.deviceless import preflight
 from jaxtp.mesh.build import abstract_mesh
-from jaxtp.parallelize import parallelize
-from jaxtp.xla.preflight import preflight
 
 HEADS = 8
 

@@ -23,7 +23,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import jaxtp
-from jaxtp.activations import use_plan
+from jaxtp.activations.by_name import use_plan
 from jaxtp.errors import (
     BadCheckpoint,
     BadConfig,

@@ -3,7 +3,7 @@
 import pytest
 
 from jaxtp.errors import BadProcesses
-from jaxtp.mesh.launch import Launch, count_gpus, read_launch, split_address
+from jaxtp.processes.launch import Launch, count_gpus, read_launch, split_address
 
 EXPLICIT = {
     "JAX_COORDINATOR_ADDRESS": "node1:1234",

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxtp.activations import use_plan
+from jaxtp.activations.by_name import use_plan
 from jaxtp.errors import BadConfig, SizeMismatch
 from jaxtp.mesh.axes import MeshShape
 from jaxtp.mesh.build import make_mesh, plan_mesh
@@ -27,7 +27,7 @@ from jaxtp.models import (
 )
 from jaxtp.models.layers import attend, rotary
 from jaxtp.models.llama import rotary_frequencies
-from jaxtp.plan import Plan
+from jaxtp.plan.decisions import Plan
 
 LLAMA = LlamaConfig(
     vocab_size=64,

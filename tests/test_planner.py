@@ -17,7 +17,6 @@ from jax.sharding import PartitionSpec as P
 from planning import attention, layers, llama, mlp, norms, plan, specs, structs, vocab
 
 import jaxtp
-from jaxtp import trees
 from jaxtp.errors import (
     BadConfig,
     BadMesh,
@@ -33,6 +32,7 @@ from jaxtp.errors import (
     SizeMismatch,
     UnusedOverride,
 )
+from jaxtp.plan import trees
 
 ATTENTION_12 = attention(768, 768, 768) | mlp(768, 3072) | norms(768)
 

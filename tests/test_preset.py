@@ -5,12 +5,12 @@ import json
 
 import pytest
 
-from jaxtp.check import check
-from jaxtp.cli import main
-from jaxtp.cost import matmul_params, train_flops
+from jaxtp.cli.commands import main
+from jaxtp.compile.limits import check
+from jaxtp.cost.flops import matmul_params, train_flops
 from jaxtp.errors import CheckFailed, DoesNotFit
 from jaxtp.models import PRESETS, abstract
-from jaxtp.planner import make_plan
+from jaxtp.rules.planner import make_plan
 from jaxtp.train.preset import StepOptions, preflight_preset, preset_plan
 
 TINY = StepOptions(model="llama3.2-1b", tp=4, batch=2, seq=256, layers=2, optimizer="sgd")

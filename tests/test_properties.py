@@ -15,7 +15,7 @@ from planning import llama, mlp, structs
 import jaxtp
 from jaxtp.errors import HeadsNotDivisible, SizeMismatch
 from jaxtp.mesh.axes import MeshShape, legal_ways, splits
-from jaxtp.trees import itemsize
+from jaxtp.plan.trees import itemsize
 
 # Plans take milliseconds; the first of a process imports more.
 settings.register_profile(

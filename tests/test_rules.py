@@ -3,18 +3,18 @@
 import pytest
 from planning import attention, norms, plan, specs, structs
 
-from jaxtp import trees
 from jaxtp.errors import ConflictingDecisions, JaxtpWarning
 from jaxtp.mesh.axes import MeshShape
-from jaxtp.rules import blocks, fallback, heads, names, reading, resolve
-from jaxtp.rules.dims import ModelDims
+from jaxtp.plan import trees
+from jaxtp.plan.trees import Param
+from jaxtp.rules import block_tree, fallback, heads, names, path_words, resolve
+from jaxtp.rules.model_dims import ModelDims
 from jaxtp.rules.roles import Placement, Role, Source, Vote
 from jaxtp.rules.words import Word
-from jaxtp.trees import Param
 
 
 def block_of(shapes, **dims):
-    return blocks.read(trees.flatten(structs(shapes)), ModelDims(**dims))
+    return block_tree.read(trees.flatten(structs(shapes)), ModelDims(**dims))
 
 
 def roles(shapes, **dims):
@@ -64,7 +64,7 @@ def roles(shapes, **dims):
     ],
 )
 def test_what_a_name_says(path, word):
-    assert reading.read(path).word is word
+    assert path_words.read(path).word is word
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_what_a_name_says(path, word):
     ],
 )
 def test_a_bias_and_its_kernel_share_a_stem(path, bias, stem):
-    name = reading.read(path)
+    name = path_words.read(path)
     assert (name.bias, name.stem) == (bias, stem)
 
 
@@ -92,7 +92,7 @@ def test_a_bias_and_its_kernel_share_a_stem(path, bias, stem):
     ],
 )
 def test_who_sits_among_experts(path, experts):
-    assert reading.read(path).experts is experts
+    assert path_words.read(path).experts is experts
 
 
 def test_attention_is_known_by_its_children():

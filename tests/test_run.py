@@ -14,9 +14,9 @@ import pytest
 from flax import nnx
 
 from jaxtp import models
-from jaxtp.config import Batch, Config, Mesh, Pipeline, Precision, parse
+from jaxtp.config.batch_sizes import resolve
+from jaxtp.config.settings import Batch, Config, Mesh, Pipeline, Precision, parse
 from jaxtp.errors import BadConfig, SizeMismatch
-from jaxtp.sizes import resolve
 from jaxtp.train import watch
 from jaxtp.train.setup import loss_of, model_of, prepare
 from jaxtp.train.text import read_text

@@ -11,14 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxtp.errors import BadWeights
-from jaxtp.io.safetensors import (
-    EXPONENT,
-    is_finite,
-    read_box,
-    read_header,
-    write_file,
-    write_order,
-)
+from jaxtp.io.safetensors import EXPONENT, is_finite, read_box, read_header, write_file, write_order
 
 
 def write(file, arrays):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxtp.mesh.topology import Target
+from jaxtp.hardware.gpus import Target
 
 ROOT = Path(__file__).parent.parent
 SETUP = ROOT / "scripts" / "setup.sh"

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxtp.errors import BadStages
-from jaxtp.stages import Stages
+from jaxtp.plan.stages import Stages
 
 
 def test_layers_that_do_not_divide_are_dealt_out():

@@ -15,13 +15,13 @@ from small_models import BATCH, LLAMA, MESHES, MODELS, make, mesh, tokens
 from test_state import small_plan, specs_of
 
 from jaxtp import errors
-from jaxtp.apply import shard
-from jaxtp.init import init_optimizer, init_sharded
-from jaxtp.io.checkpoint import Checkpoints
+from jaxtp.io.checkpoints import Checkpoints
 from jaxtp.models.llama import Llama
-from jaxtp.planner import make_plan
+from jaxtp.placement.arrays import shard
+from jaxtp.placement.init import init_optimizer, init_sharded
+from jaxtp.plan.trees import leaves
+from jaxtp.rules.planner import make_plan
 from jaxtp.train.step import jit_step
-from jaxtp.trees import leaves
 
 P = PartitionSpec
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from jaxtp.config import Batch, Config, Data, Run
+from jaxtp.config.settings import Batch, Config, Data, Run
 from jaxtp.errors import BadConfig, BadData
 from jaxtp.train.data import is_validation
 from jaxtp.train.text import Rows, read_text

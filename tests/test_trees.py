@@ -11,8 +11,8 @@ from flax import nnx
 from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec as P
 
-from jaxtp import trees
 from jaxtp.errors import BadSpec, BadTree
+from jaxtp.plan import trees
 
 
 class Tied(nnx.Module):

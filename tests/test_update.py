@@ -12,7 +12,7 @@ from hybrid_runs import MODELS, batch, prepare, reference, train
 
 import jaxtp
 from jaxtp import models
-from jaxtp.config import Optimizer, Precision
+from jaxtp.config.settings import Optimizer, Precision
 from jaxtp.errors import BadConfig
 from jaxtp.train.language import NextToken, positions, predicted
 from jaxtp.train.optimizer import build_optimizer, build_schedule

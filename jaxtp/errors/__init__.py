@@ -1,6 +1,6 @@
 """Coded errors: every mistake jaxtp can name has a class, a number that never changes, and a page.
 
-Stage in: nothing. Stage out: the exception classes every other module raises.
+In: nothing. Out: the exception classes every other module raises. Never knows: any other room.
 
 A message always says what is wrong with which numbers, where (a parameter path, a config key, a
 file), and what would work. `jaxtp errors TP003` prints a class's docstring; codes are grouped in

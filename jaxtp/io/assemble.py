@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 
 from jaxtp.io.safetensors import Box, Tensor, read_box
 from jaxtp.models.names import Storage
-from jaxtp.padding import Padding
-from jaxtp.state import Slot
-from jaxtp.trees import Spec, partition_spec
+from jaxtp.placement.train_state import Slot
+from jaxtp.plan.stored_form import Padding
+from jaxtp.plan.trees import Spec, partition_spec
 
 CHUNK_BYTES = 64 * 2**20
 """Layers are read together up to this many bytes of one process's share."""

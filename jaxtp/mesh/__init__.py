@@ -1,1 +1,5 @@
-"""Axis names and sizes, device kinds, and the construction of meshes."""
+"""Mesh axes: names, sizes and the construction of meshes.
+
+In: sizes, devices. Out: a `MeshShape` as data, a jax mesh of Auto axes. Never knows: plans, data
+sheets of GPUs.
+"""

@@ -1,6 +1,7 @@
 """Models as single-device Flax NNX code: the Llama and GPT-2 families, by preset or config.
 
-Stage in: a preset name or a config. Stage out: a model, or its shapes alone.
+In: a preset name or a config. Out: a model, or its shapes alone. Never knows: meshes, specs, the
+decisions of a plan; it names its activations, and whoever has a plan constrains them by name.
 """
 
 import difflib

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtp.activations import constrain
+from jaxtp.activations.by_name import constrain
 from jaxtp.errors import SizeMismatch
 from jaxtp.models.layers import (
     Branch,
@@ -31,8 +31,8 @@ from jaxtp.models.layers import (
     scan_layers,
     stack_layers,
 )
-from jaxtp.models.maps import Linear, TokenTable
-from jaxtp.padding import mask_padding
+from jaxtp.models.projections import Linear, TokenTable
+from jaxtp.plan.stored_form import mask_padding
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,10 +19,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxtp import overlap, pipeline
-from jaxtp.activations import ActivePlan, active_plan, constrain
+from jaxtp.activations.by_name import ActivePlan, active_plan, constrain
 from jaxtp.errors import JaxtpWarning, NotInterleaved, SizeMismatch
-from jaxtp.remat import BLOCK_OUTPUT, remat_of
+from jaxtp.layers import interleaving, stacked
+from jaxtp.layers.recomputation import BLOCK_OUTPUT, remat_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +160,7 @@ def scan_layers(
     ) -> jax.Array:
         return nnx.merge(graph, params)(x_BTD, context)
 
-    return pipeline.scan_layers(layer, x_BTD, params, context=context, remat=remat)
+    return stacked.scan_layers(layer, x_BTD, params, context=context, remat=remat)
 
 
 def _interleave(
@@ -181,21 +181,21 @@ def _interleave(
             fix='remat="block_outputs"',
         )
     branches = [_as_data(layers, branch) for branch in layers.branches]
-    return overlap.interleave(branches, x_BTD, context, active)
+    return interleaving.interleave(branches, x_BTD, context, active)
 
 
-def _as_data(layers: Layer, branch: Branch) -> overlap.Branch:
+def _as_data(layers: Layer, branch: Branch) -> interleaving.Branch:
     norm_graph, norm_params = nnx.split(getattr(layers, branch.norm))
     block_graph, block_params = nnx.split(getattr(layers, branch.block))
 
     def norm(params: nnx.State, x_BTD: jax.Array) -> jax.Array:
         return normed(nnx.merge(norm_graph, params), x_BTD)
 
-    def block(params: nnx.State, h_BTD: jax.Array, context: overlap.Context) -> jax.Array:
+    def block(params: nnx.State, h_BTD: jax.Array, context: interleaving.Context) -> jax.Array:
         taken = {name: context[name] for name in branch.takes}
         return nnx.merge(block_graph, params)(h_BTD, **taken)
 
-    return overlap.Branch(
+    return interleaving.Branch(
         name=branch.block,
         norm=norm,
         block=block,

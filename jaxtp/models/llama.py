@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxtp.activations import constrain, spread
+from jaxtp.activations.by_name import constrain, spread
 from jaxtp.errors import SizeMismatch
 from jaxtp.models.layers import (
     Branch,
@@ -31,9 +31,9 @@ from jaxtp.models.layers import (
     scan_layers,
     stack_layers,
 )
-from jaxtp.models.maps import Linear, TokenTable
 from jaxtp.models.moe import GatedMLP, MoE
-from jaxtp.padding import mask_padding
+from jaxtp.models.projections import Linear, TokenTable
+from jaxtp.plan.stored_form import mask_padding
 
 ACTIVATION: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,

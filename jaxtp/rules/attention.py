@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 
 from jaxtp.errors import SizeMismatch, join
 from jaxtp.rules import heads
-from jaxtp.rules.blocks import Block, Leaf, ancestors, lowest_common
+from jaxtp.rules.block_tree import Block, Leaf, ancestors, lowest_common
 from jaxtp.rules.heads import Heads
-from jaxtp.rules.reading import head_norm
+from jaxtp.rules.path_words import head_norm
 from jaxtp.rules.roles import Placement, Role, Source, Vote
 from jaxtp.rules.words import ATTENTION, ENTERS_ATTENTION, Word
 

@@ -1,4 +1,4 @@
-"""Evidence from the model's own program: findings of `rules/graph` as votes.
+"""Evidence from the model's own program: findings of `rules/jaxpr` as votes.
 
 Stage in: a function with example inputs. Stage out: one vote for each parameter that the traced
 call reaches.
@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jaxtp.errors import BadTree
-from jaxtp.rules.graph import Analysis, Finding, Option, analyse
+from jaxtp.plan.trees import PyTree
+from jaxtp.rules.jaxpr import Analysis, Finding, Option, analyse
 from jaxtp.rules.roles import Fused, Placement, Role, Source, Vote
-from jaxtp.trees import PyTree
 
 ROLES: dict[str, Role] = {
     "replicated": Role.WHOLE,

@@ -13,11 +13,11 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from jaxtp.errors import BadConfig, HeadsNotDivisible, Problems, SizeMismatch, join
 from jaxtp.mesh.axes import MeshShape, legal_ways, splits
-from jaxtp.padding import Blocks, Padding
-from jaxtp.plan import ParamDecision
+from jaxtp.plan.decisions import ParamDecision
+from jaxtp.plan.stored_form import Blocks, Padding
+from jaxtp.plan.trees import Param, Spec
 from jaxtp.rules.resolve import Claim
 from jaxtp.rules.roles import Placement, Role
-from jaxtp.trees import Param, Spec
 
 POLICIES = ("factor", "replicate", "error")
 

@@ -15,10 +15,10 @@ from collections.abc import Mapping, Sequence
 
 from jaxtp.errors import BadConfig
 from jaxtp.mesh.axes import MeshShape
-from jaxtp.plan import ParamDecision
-from jaxtp.rules import blocks
-from jaxtp.rules.dims import ModelDims
-from jaxtp.trees import Param, Spec
+from jaxtp.plan.decisions import ParamDecision
+from jaxtp.plan.trees import Param, Spec
+from jaxtp.rules import block_tree
+from jaxtp.rules.model_dims import ModelDims
 
 STAGES = (0, 1, 2, 3)
 
@@ -50,7 +50,7 @@ def spread(
         raise BadConfig(f"there is no ZeRO stage {stage}", where="zero", fix="0, 1, 2 or 3")
     if not mesh.fsdp or stage == 0:
         return tuple(decisions)
-    block = blocks.read(params, dims)
+    block = block_tree.read(params, dims)
     inside = [frozenset(block.leaves[d.path].core) for d in decisions]
     sizes = [math.prod(d.shape[i] for i in core) for d, core in zip(decisions, inside, strict=True)]
     least = max(sizes, default=0) / SMALL_SHARE

@@ -17,13 +17,13 @@ Which is cheapest is a matter of tokens: a weight is as large for one as for a m
 import dataclasses
 from collections.abc import Iterator, Sequence
 
+from jaxtp.hardware.links import wire_bytes
 from jaxtp.mesh.axes import MeshShape
-from jaxtp.mesh.links import wire_bytes
-from jaxtp.plan import ParamDecision
+from jaxtp.plan.decisions import ParamDecision
+from jaxtp.plan.trees import Spec
 from jaxtp.rules.fallback import price
 from jaxtp.rules.resolve import Claim
 from jaxtp.rules.roles import Fused, Placement
-from jaxtp.trees import Spec
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -7,9 +7,9 @@ import dataclasses
 import math
 from collections.abc import Iterable
 
-from jaxtp.rules.blocks import Block, Leaf
-from jaxtp.rules.dims import ModelDims
-from jaxtp.rules.reading import head_norm, low_rank
+from jaxtp.rules.block_tree import Block, Leaf
+from jaxtp.rules.model_dims import ModelDims
+from jaxtp.rules.path_words import head_norm, low_rank
 from jaxtp.rules.words import Word
 
 COMMON_HEAD_DIMS = (128, 64)

@@ -9,7 +9,7 @@ import dataclasses
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 
-from jaxtp.rules.blocks import Block, Leaf
+from jaxtp.rules.block_tree import Block, Leaf
 from jaxtp.rules.roles import Placement, Role, Source, Vote
 from jaxtp.rules.words import ATTENTION, Word
 

@@ -6,13 +6,13 @@ opinion, if only "no evidence: whole".
 
 from collections.abc import Iterator, Mapping
 
-from jaxtp.rules import attention, blocks, mlp, vocab
-from jaxtp.rules.blocks import Block, Leaf
-from jaxtp.rules.dims import ModelDims
-from jaxtp.rules.reading import spaced
+from jaxtp.plan.trees import Param
+from jaxtp.rules import attention, block_tree, mlp, vocab
+from jaxtp.rules.block_tree import Block, Leaf
+from jaxtp.rules.model_dims import ModelDims
+from jaxtp.rules.path_words import spaced
 from jaxtp.rules.roles import Role, Source, Vote
 from jaxtp.rules.words import RECURRENT, Word
-from jaxtp.trees import Param
 
 WHOLE: dict[Word, tuple[Role, str]] = {
     Word.NORM: (Role.NORM, "scale or statistic of a norm"),
@@ -29,7 +29,7 @@ def votes(params: Mapping[str, Param], dims: ModelDims) -> list[Vote]:
     Raises:
         SizeMismatch: TP003, if given head counts fit no attention block.
     """
-    block = blocks.read(params, dims)
+    block = block_tree.read(params, dims)
     found: dict[str, Vote] = {}
     for source in (_recurrent, attention.votes, mlp.votes, vocab.votes):
         for vote in source(block):

@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 
 from jaxtp.errors import BadSpec, BadStages, join
 from jaxtp.mesh.axes import MeshShape
-from jaxtp.padding import Blocks
-from jaxtp.plan import ParamDecision
-from jaxtp.rules import blocks
-from jaxtp.rules.dims import ModelDims
-from jaxtp.stages import Stages
-from jaxtp.trees import Param
+from jaxtp.plan.decisions import ParamDecision
+from jaxtp.plan.stages import Stages
+from jaxtp.plan.stored_form import Blocks
+from jaxtp.plan.trees import Param
+from jaxtp.rules import block_tree
+from jaxtp.rules.model_dims import ModelDims
 
 
 def deal(
@@ -49,7 +49,7 @@ def deal(
         )
     if num_stages == 1:
         return stages, tuple(decisions)
-    block = blocks.read(params, dims)
+    block = block_tree.read(params, dims)
     layer_dim = {path: leaf.layer for path, leaf in block.leaves.items() if leaf.layer is not None}
     depths: Counter[int] = Counter()
     for path, dim in layer_dim.items():

@@ -11,8 +11,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
 from jaxtp.errors import ConflictingDecisions, JaxtpWarning, Problems
+from jaxtp.plan.trees import Param
 from jaxtp.rules.roles import Placement, Role, Source, Vote
-from jaxtp.trees import Param
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ Stage in: nothing. Stage out: `Role`, `Placement`, `Vote`, the words between evi
 import dataclasses
 from enum import IntEnum, StrEnum
 
-from jaxtp.rules.graph.facts import Use
-from jaxtp.trees import Spec
+from jaxtp.plan.trees import Spec
+from jaxtp.rules.jaxpr.records import Use
 
 
 class Role(StrEnum):

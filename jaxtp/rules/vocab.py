@@ -5,7 +5,7 @@ Stage in: a `Block`. Stage out: votes.
 
 from collections.abc import Iterator
 
-from jaxtp.rules.blocks import Block, Leaf
+from jaxtp.rules.block_tree import Block, Leaf
 from jaxtp.rules.roles import Placement, Role, Source, Vote
 from jaxtp.rules.words import ATTENTION, Word
 

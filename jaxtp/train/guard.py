@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from jaxtp.errors import TrainingDiverged, join
 from jaxtp.mesh.build import auto_context
-from jaxtp.trees import PyTree, leaves, parameters
+from jaxtp.plan.trees import PyTree, leaves, parameters
 
 WINDOW = 64
 """Steps whose median a loss is compared with: long enough to outlast a few unlucky batches."""

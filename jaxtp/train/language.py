@@ -12,7 +12,7 @@ from flax import nnx
 
 from jaxtp.models import GPT, Llama
 from jaxtp.models.layers import token_nats
-from jaxtp.trees import PyTree
+from jaxtp.plan.trees import PyTree
 
 Batch = Mapping[str, jax.Array]
 """`tokens`, `(batch, seq + 1)` ids; and, where sequences are packed, `segments` of the same shape:

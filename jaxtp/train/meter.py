@@ -6,12 +6,12 @@ Stage in: a run's settings, plan and devices. Stage out: numbers by name, for ea
 import jax
 
 from jaxtp import models
-from jaxtp.config import Config
-from jaxtp.mesh.topology import Target
-from jaxtp.plan import Plan
+from jaxtp.compile.running_step import is_gpu, target_of
+from jaxtp.config.settings import Config
+from jaxtp.hardware.gpus import Target
+from jaxtp.plan.decisions import Plan
 from jaxtp.train.preset import model_flops, recomputation, stream_bytes
 from jaxtp.train.setup import Setup
-from jaxtp.xla.running import is_gpu, target_of
 
 
 class Meter:

@@ -12,9 +12,9 @@ from typing import Any
 import optax
 import optax.contrib
 
-from jaxtp.config import Optimizer
+from jaxtp.config.settings import Optimizer
 from jaxtp.errors import BadConfig, join
-from jaxtp.trees import PyTree, map_with_path
+from jaxtp.plan.trees import PyTree, map_with_path
 
 DECAY = ("weight_decay", "weight_decay_rate")
 MASK = ("mask", "weight_decay_mask")

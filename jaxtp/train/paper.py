@@ -17,24 +17,24 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtp import models
-from jaxtp.activations import use_plan
-from jaxtp.apply import shard
-from jaxtp.balance import Work, compare, table
-from jaxtp.config import Config, parse
+from jaxtp.activations.by_name import use_plan
+from jaxtp.compile.deviceless import preflight
+from jaxtp.compile.report import Report
+from jaxtp.config.batch_sizes import resolve
+from jaxtp.config.settings import Config, parse
+from jaxtp.cost.stage_balance import Work, compare, table
 from jaxtp.errors import DoesNotFit, JaxtpWarning
+from jaxtp.hardware.clusters import Cluster
+from jaxtp.hardware.gpus import Target
 from jaxtp.mesh.build import plan_mesh
-from jaxtp.mesh.cluster import Cluster
-from jaxtp.mesh.topology import Target
-from jaxtp.plan import Plan
-from jaxtp.sizes import resolve
-from jaxtp.state import slots
+from jaxtp.placement.arrays import shard
+from jaxtp.placement.train_state import slots
+from jaxtp.plan.decisions import Plan
+from jaxtp.plan.trees import PyTree, itemsize, leaves
 from jaxtp.train.optimizer import build_optimizer
 from jaxtp.train.preset import model_flops, recomputation, stream_bytes, tensor_floor
 from jaxtp.train.setup import axis_sizes, model_of, options_of, plan_of, stage_kinds, update_of
 from jaxtp.train.update import TrainState, init_state
-from jaxtp.trees import PyTree, itemsize, leaves
-from jaxtp.xla.preflight import preflight
-from jaxtp.xla.report import Report
 
 
 def preflight_config(

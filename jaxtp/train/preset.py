@@ -15,21 +15,21 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxtp.activations import use_plan
-from jaxtp.apply import shard
-from jaxtp.cost import StepFlops, matmul_params, train_flops
+from jaxtp.activations.by_name import use_plan
+from jaxtp.compile.deviceless import preflight
+from jaxtp.compile.options import CompileOptions
+from jaxtp.compile.report import Report
+from jaxtp.cost.floor import floor_bytes
+from jaxtp.cost.flops import StepFlops, matmul_params, train_flops
 from jaxtp.errors import SizeMismatch
+from jaxtp.hardware.gpus import Target
 from jaxtp.mesh.build import plan_mesh
-from jaxtp.mesh.topology import Target
 from jaxtp.models import Config, abstract, config_of
 from jaxtp.models.layers import cross_entropy
-from jaxtp.plan import Plan
-from jaxtp.planner import make_plan
+from jaxtp.placement.arrays import shard
+from jaxtp.plan.decisions import Plan
+from jaxtp.rules.planner import make_plan
 from jaxtp.rules.roles import Role
-from jaxtp.xla.floor import floor_bytes
-from jaxtp.xla.options import CompileOptions
-from jaxtp.xla.preflight import preflight
-from jaxtp.xla.report import Report
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,26 +14,26 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxtp import models
-from jaxtp.activations import use_plan
-from jaxtp.apply import shard_batch
-from jaxtp.balance import deal
-from jaxtp.config import Communication, Config, settings
+from jaxtp.activations.by_name import use_plan
+from jaxtp.compile.options import CompileOptions, compile_options
+from jaxtp.config.batch_sizes import is_sequence_parallel, resolve
+from jaxtp.config.settings import Communication, Config, settings
+from jaxtp.cost.stage_balance import deal
 from jaxtp.errors import BadConfig, SizeMismatch, join
-from jaxtp.init import init_sharded
+from jaxtp.hardware.clusters import Cluster
+from jaxtp.hardware.gpus import DeviceKind
 from jaxtp.mesh.build import make_mesh, plan_mesh
-from jaxtp.mesh.cluster import Cluster
-from jaxtp.mesh.distributed import agree
-from jaxtp.mesh.topology import DeviceKind
-from jaxtp.plan import Plan
-from jaxtp.planner import make_plan
-from jaxtp.sizes import is_sequence_parallel, resolve
-from jaxtp.stages import Stages
+from jaxtp.placement.arrays import shard_batch
+from jaxtp.placement.init import init_sharded
+from jaxtp.plan.decisions import Plan
+from jaxtp.plan.stages import Stages
+from jaxtp.processes.startup import agree
+from jaxtp.rules.planner import make_plan
 from jaxtp.train.language import Batch, NextToken
 from jaxtp.train.optimizer import build_optimizer
 from jaxtp.train.step import Step, jit_step
 from jaxtp.train.text import Text, read_text
 from jaxtp.train.update import TrainState, Update, init_state, make_update, to_host
-from jaxtp.xla.options import CompileOptions, compile_options
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, kw_only=True)

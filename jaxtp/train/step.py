@@ -16,15 +16,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxtp.activations import use_plan
-from jaxtp.apply import batch_slots, place, put
+from jaxtp.activations.by_name import use_plan
 from jaxtp.errors import BadMesh, BadStages, BadStep, PlanMismatch, Problems, StateNotPlaced, join
+from jaxtp.layers.stacked import runs_in_stages
 from jaxtp.mesh.axes import MeshShape
 from jaxtp.mesh.build import auto_context, auto_mesh, plan_mesh
-from jaxtp.pipeline import runs_in_stages
-from jaxtp.plan import Plan
-from jaxtp.state import SMALL_BYTES
-from jaxtp.trees import PyTree, as_pytree, itemsize, leaves, shape_dtype
+from jaxtp.placement.arrays import batch_slots, place, put
+from jaxtp.placement.train_state import SMALL_BYTES
+from jaxtp.plan.decisions import Plan
+from jaxtp.plan.trees import PyTree, as_pytree, itemsize, leaves, shape_dtype
 
 State = TypeVar("State")
 Structure = tuple[jax.tree_util.PyTreeDef, Callable[[PyTree], PyTree]]

@@ -14,7 +14,7 @@ import grain
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxtp.config import Config
+from jaxtp.config.settings import Config
 from jaxtp.errors import BadConfig, BadData
 from jaxtp.train import data
 

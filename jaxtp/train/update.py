@@ -14,13 +14,13 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxtp.activations import use_plan
-from jaxtp.config import Precision
+from jaxtp.activations.by_name import use_plan
+from jaxtp.config.settings import Precision
 from jaxtp.errors import BadConfig, BadStages, join
 from jaxtp.mesh.build import plan_mesh
-from jaxtp.plan import Plan
-from jaxtp.state import plan_slots
-from jaxtp.trees import PyTree, map_with_path, partition_spec
+from jaxtp.placement.train_state import plan_slots
+from jaxtp.plan.decisions import Plan
+from jaxtp.plan.trees import PyTree, map_with_path, partition_spec
 
 FIRST_SCALE = 2.0**15
 """Where an adaptive loss scale starts, as in Micikevicius et al. 2018 and DeepSpeed."""

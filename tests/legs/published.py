@@ -20,9 +20,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxtp
+from jaxtp.compile.deviceless import preflight
 from jaxtp.mesh.axes import MeshShape
 from jaxtp.mesh.build import abstract_mesh
-from jaxtp.xla.preflight import preflight
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 import bench_plan

@@ -12,8 +12,8 @@ from selenium import webdriver
 from selenium.webdriver.common.by import By
 
 import jaxtp
+from jaxtp.inspect.pages import see_tp_plan
 from jaxtp.train.preset import StepOptions, preflight_preset
-from jaxtp.view import see_tp_plan
 
 FLAGS = [
     "--headless=new",

@@ -7,7 +7,7 @@ from stored_states import TARGETS, logical, placed
 
 import jaxtp
 from jaxtp import Checkpoints
-from jaxtp.trees import leaves
+from jaxtp.plan.trees import leaves
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 import bench_peers
 import peer_models
 
-from jaxtp import trees
+from jaxtp.plan import trees
 
 MIB = 2**20
 

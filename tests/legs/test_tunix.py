@@ -19,7 +19,7 @@ import pytest
 from flax import nnx
 from published import Published
 
-from jaxtp import trees
+from jaxtp.plan import trees
 
 pytestmark = [
     pytest.mark.timeout(1800),

@@ -18,7 +18,6 @@ import numpy as np
 from flax import nnx
 from numpy.typing import NDArray
 
-from jaxtp.apply import plan_for
 from jaxtp.errors import BadWeights, Problems, join
 from jaxtp.io.assemble import Source, assemble
 from jaxtp.io.hf.config import read_fields
@@ -28,9 +27,10 @@ from jaxtp.io.safetensors import Tensor
 from jaxtp.mesh.build import auto_context, plan_mesh
 from jaxtp.models import GPT, Llama, abstract
 from jaxtp.models.names import BUFFERS, HEAD, Storage, storage, table_of
-from jaxtp.plan import Plan
-from jaxtp.state import slots
-from jaxtp.trees import PyTree, flatten, map_with_path
+from jaxtp.placement.arrays import plan_for
+from jaxtp.placement.train_state import slots
+from jaxtp.plan.decisions import Plan
+from jaxtp.plan.trees import PyTree, flatten, map_with_path
 
 FLOATS = ("float32", "bfloat16", "float16")
 """Types that weights may have; quantised checkpoints are not supported."""

@@ -27,8 +27,8 @@ from jaxtp.io.safetensors import write_file, write_order
 from jaxtp.mesh.build import auto_context
 from jaxtp.models import Config, abstract
 from jaxtp.models.names import Storage, storage, table_of
-from jaxtp.plan import Plan
-from jaxtp.trees import PyTree, canonical, flatten, leaves, parameters
+from jaxtp.plan.decisions import Plan
+from jaxtp.plan.trees import PyTree, canonical, flatten, leaves, parameters
 
 CARRIED = (
     *("generation_config.json", "tokenizer*", "vocab.*", "merges.txt"),

@@ -17,7 +17,7 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtp.mesh.topology import KINDS
+from jaxtp.hardware.gpus import KINDS
 
 HERE = Path(__file__).parent
 BF16 = jnp.bfloat16

@@ -1,0 +1,423 @@
+"""Activation constraints in a model that never heard of jaxtp.
+
+Stage in: a function of parameters and inputs, and a plan of its parameters. Stage out: the same
+function, traced, read by `rules/jaxpr`, and run again equation by equation with sharding
+constraints where the dataflow says that they matter:
+
+- products that enter a split region (heads, MLP width, vocabulary) put it out split;
+- products that leave one are summed there and then, as part of the residual stream;
+- the residual stream is split along the batch, and under sequence parallelism along the sequence;
+- what enters a region under sequence parallelism is gathered once, in its own type.
+
+XLA would often find the same by itself; in loops, in backward passes and around norms it does not.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, cast
+
+import jax
+from jax.extend.core import Literal
+from jax.extend.source_info_util import user_context
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from jaxtp.activations.fused_products import (
+    Fused,
+    by_result,
+    by_weight,
+    over_pieces,
+    product_of_piece,
+)
+from jaxtp.activations.shared_products import product_at, shared
+from jaxtp.errors import BadMesh
+from jaxtp.mesh.build import abstract_mesh, plan_mesh
+from jaxtp.plan.decisions import Plan
+from jaxtp.plan.trees import as_pytree, leaves
+from jaxtp.rules.jaxpr import Analysis, DimClass, analyse_jaxpr
+from jaxtp.rules.jaxpr.classes import Atom, resolve
+from jaxtp.rules.jaxpr.walk import Kind, Scope, Value
+
+F = TypeVar("F", bound=Callable[..., Any])
+Entry = Any
+"""One entry of a PartitionSpec."""
+
+FREE = PartitionSpec.UNCONSTRAINED
+PRODUCTS = frozenset(["dot_general", "ragged_dot", "ragged_dot_general"])
+
+
+def parallelize(fn: F, plan: Plan, mesh: Mesh | AbstractMesh | None = None) -> F:
+    """`fn` with activation constraints placed by its dataflow.
+
+    It takes and returns what `fn` does and may be jitted, differentiated, vmapped or scanned. It is
+    traced once more each time that it is traced. Where the plan has nothing to say, nothing is
+    added.
+
+    Args:
+        fn: `fn(params, *inputs)`, a pure function; `params` is any tree that `make_plan` takes,
+            such as an `nnx.Module` inside `nnx.jit`.
+        plan: Made from these parameters; with `sequence_parallel` the residual stream is split
+            along the sequence.
+        mesh: The jax Mesh that the parameters were placed with, or an AbstractMesh to compile only;
+            by default all devices in order.
+
+    Raises:
+        BadMesh: TP010, when called, if the mesh has another number of devices than the plan.
+        PlanMismatch: TP045, when called, if the plan lacks a parameter of the call.
+    """
+
+    @functools.wraps(fn)
+    def placed(params: Any, *inputs: Any, **keywords: Any) -> Any:
+        plain, rebuild = as_pytree(params)
+
+        def pure(tree: Any, *args: Any) -> Any:
+            return fn(rebuild(tree), *args, **keywords)
+
+        closed, shapes = jax.make_jaxpr(pure, return_shape=True)(plain, *inputs)
+        paths = [plan[path].path for path, _ in leaves(plain)]
+        analysis = analyse_jaxpr(closed, paths)
+        placer = _Placer(analysis, plan, _own_mesh(plan, mesh))
+        results = placer.run(analysis.scope, closed.consts, jax.tree.leaves((plain, *inputs)))
+        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+    return cast(F, placed)
+
+
+def _own_mesh(plan: Plan, mesh: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh:
+    if isinstance(mesh, AbstractMesh):
+        return abstract_mesh(plan.mesh)
+    if mesh is None:
+        devices = jax.devices()
+        if len(devices) != plan.mesh.num_devices:
+            raise BadMesh(
+                f"the plan is for {plan.mesh.num_devices} devices ({plan.mesh}), there are "
+                f"{len(devices)}",
+                fix="pass the mesh that the parameters were placed with",
+            )
+        mesh = jax.make_mesh((len(devices),), ("all",), devices=devices)
+    return plan_mesh(mesh, plan.mesh)
+
+
+class _Placer:
+    """Runs a jaxpr with constraints; holds what all of its equations need."""
+
+    def __init__(self, analysis: Analysis, plan: Plan, mesh: Mesh | AbstractMesh) -> None:
+        self._analysis, self._plan, self._mesh = analysis, plan, mesh
+        self._batch = _batch_atom(analysis.scope)
+        self._leads = _leads(analysis, plan)
+        self._widest = _widest(analysis, plan, self._leads)
+        self._classes: dict[Value, tuple[DimClass, ...]] = {}
+
+    def run(self, scope: Scope, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+        """The outputs of one jaxpr for these inputs."""
+        jaxpr = scope.jaxpr
+        known: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+        known |= dict(zip(jaxpr.invars, args, strict=True))
+        gathered: dict[Any, Any] = {}
+
+        def value_of(var: Any) -> Any:
+            value = var.val if isinstance(var, Literal) else known[var]
+            return value.whole() if isinstance(value, Fused) else value
+
+        for position, equation in enumerate(jaxpr.eqns):
+            raw = [known.get(var) for var in equation.invars if not isinstance(var, Literal)]
+            results = None
+            if any(isinstance(operand, Fused) for operand in raw):
+                results = self._on_pieces(scope, equation, known)
+            if results is None:
+                operands = [value_of(var) for var in equation.invars]
+                # Reports name the user's line, not this one.
+                with user_context(equation.source_info.traceback):
+                    results = self._equation(scope, position, operands, gathered)
+            for var, result in zip(equation.outvars, results, strict=True):
+                value = scope.values.get(var)
+                known[var] = (
+                    result if value is None else self._place(scope, equation, value, result)
+                )
+        return [value_of(var) for var in jaxpr.outvars]
+
+    def _equation(
+        self, scope: Scope, position: int, operands: list[Any], gathered: dict[Any, Any]
+    ) -> list[Any]:
+        """The results of one equation."""
+        equation = scope.jaxpr.eqns[position]
+        name = equation.primitive.name
+        calls = scope.calls.get(position, [])
+        if calls and name in ENTER:
+            return ENTER[name](self, equation, calls, operands)
+        if name in PRODUCTS and self._plan.sequence_parallel:
+            operands = self._gather(scope, equation, operands, gathered)
+        if name == "dot_general":
+            result = self._product(scope, equation, operands)
+            if result is not None:
+                return [result]
+        params = equation.primitive.get_bind_params(equation.params)
+        results = equation.primitive.bind(*operands, **params)
+        return results if equation.primitive.multiple_results else [results]
+
+    def _on_pieces(self, scope: Scope, equation: Any, known: Mapping[Any, Any]) -> list[Any] | None:
+        """The results of an equation on pieces that were computed apart, or None."""
+        value = scope.values.get(equation.outvars[0])
+        operands = [v.val if isinstance(v, Literal) else known[v] for v in equation.invars]
+        elementwise = value is not None and value.elementwise
+        return over_pieces(equation, operands, self._split, elementwise=elementwise)
+
+    def _product(self, scope: Scope, equation: Any, operands: Sequence[Any]) -> Any:
+        """The product by a shared or a fused weight, or a piece of one; None for any other."""
+        for index, var in enumerate(equation.invars):
+            value = None if isinstance(var, Literal) else scope.values.get(var)
+            if value is None or value.kind is not Kind.PARAMETER or not value.path:
+                continue
+            x, w = operands[1 - index], operands[index]
+            ranks = [len(v.aval.shape) for v in equation.invars]
+            for dim, c in enumerate(self._dims(value)):
+                wide = self._widest.get(c.group, ())
+                product = product_at(equation.params, ranks, index, dim) if wide else None
+                if product is None:
+                    continue
+                axes = self._plan.axes_for(c.units)
+                if not axes:
+                    continue
+                finding = self._analysis.findings[value.path]
+                if c.pieces and self._plan[value.path].dim_on(self._plan.mesh.tp) == finding.dim:
+                    around = self._way_around(scope, equation, product.out, axes)
+                    return by_result(product, self._split, c.pieces, axes, around, x, w)
+                if c.pieces:
+                    return by_weight(product, self._split, c.pieces, axes, x, w)
+                if finding.pieces:
+                    return product_of_piece(product, self._split, axes, x, w)
+                rest = wide[len(axes) :]
+                if rest and self._plan.mesh.ways(axes) == c.units[0]:
+                    copies = self._plan.mesh.ways(rest)
+                    return shared(product, self._split, c.units[0], copies, axes, rest, x, w)
+        return None
+
+    def _way_around(
+        self, scope: Scope, equation: Any, fused: int, axes: tuple[str, ...]
+    ) -> dict[int, tuple[str, ...]]:
+        """The first dim of a result besides the fused one that tensor axes can split meanwhile."""
+        value = scope.values[equation.outvars[0]]
+        for dim, (size, atoms) in enumerate(zip(value.shape, value.dims, strict=True)):
+            around = (*self._batch_axes(atoms), *axes)
+            if dim != fused and size % self._plan.mesh.ways(around) == 0:
+                return {dim: around}
+        return {}
+
+    def _split(self, x: Any, dims: Mapping[int, tuple[str, ...]]) -> Any:
+        """`x` with some dims split over tensor axes, or whole, and the others as XLA likes."""
+        entries = [dims[d] or None if d in dims else FREE for d in range(x.ndim)]
+        return self._constrain(x, entries, even_whole=() in dims.values())
+
+    def _place(self, scope: Scope, equation: Any, value: Value, result: Any) -> Any:
+        """An equation's result, constrained if it is one of the values that matter."""
+        if value.kind is not Kind.ACTIVATION or not value.shape or isinstance(result, Fused):
+            return result
+        if value.skip is not None:
+            return self._constrain(result, self._stream(value))
+        if equation.primitive.name in PRODUCTS:
+            classes = self._dims(value)
+            is_region = any(self._axes(c) for c in classes) and not self._by_whole(scope, equation)
+            leaves_region = value.product is not None and self._sums_region(value)
+            if is_region:
+                return self._constrain(result, self._region(value))
+            if leaves_region:
+                return self._constrain(result, self._stream(value))
+        return result
+
+    def _by_whole(self, scope: Scope, equation: Any) -> bool:
+        """Whether a product's weight is whole in the plan, as a router's is: then the result is."""
+        values = [scope.values.get(v) for v in equation.invars if not isinstance(v, Literal)]
+        weights = [v.path for v in values if v and v.kind is Kind.PARAMETER and v.path]
+        tensor = self._plan.mesh.tp
+        return any(self._plan[path].dim_on(tensor) is None for path in weights)
+
+    def _gather(
+        self, scope: Scope, equation: Any, operands: list[Any], gathered: dict[Any, Any]
+    ) -> list[Any]:
+        """Operands of a product that enters a region, whole along the sequence again.
+
+        Constrained twice: first split, as the norm that made it leaves it, so that XLA gathers its
+        final type and not what the norm computed in float32.
+        """
+        result = scope.values.get(equation.outvars[0])
+        if result is None or result.product is None or not self._enters(result):
+            return operands
+        replaced: list[Any] = []
+        for var, operand in zip(equation.invars, operands, strict=True):
+            value = None if isinstance(var, Literal) else scope.values.get(var)
+            if value is not None and value.kind is Kind.ACTIVATION and self._on_stream(value):
+                if var not in gathered:
+                    split = self._constrain(operand, self._stream(value))
+                    gathered[var] = self._constrain(split, self._region(value))
+                operand = gathered[var]
+            replaced.append(operand)
+        return replaced
+
+    def _dims(self, value: Value) -> tuple[DimClass, ...]:
+        if value not in self._classes:
+            self._classes[value] = self._analysis.dim_classes(value)
+        return self._classes[value]
+
+    def _enters(self, value: Value) -> bool:
+        """Whether a product's result lies in a region that the plan splits, whole or in pieces."""
+        return any(
+            self._axes(c) or (c.pieces and c.group in self._leads) for c in self._dims(value)
+        )
+
+    def _on_stream(self, value: Value) -> bool:
+        return any(c.kind == "feature" for c in self._dims(value))
+
+    def _sums_region(self, value: Value) -> bool:
+        """Whether the product behind a value sums over a dim that the plan splits."""
+        assert value.product is not None
+        return any(self._axes(self._analysis.dim_class(dim)) for dim in value.product.summed)
+
+    def _axes(self, dim: DimClass) -> tuple[str, ...]:
+        """Tensor axes that split a dim, as the plan splits the parameters of its group."""
+        lead = self._leads.get(dim.group)
+        if lead is None or dim.pieces or dim.classes[:1] != lead:
+            return ()
+        return self._plan.axes_for(dim.units)
+
+    def _region(self, value: Value) -> list[Entry]:
+        """Split along the batch and along region dims, whole along the sequence."""
+        entries: list[Entry] = []
+        used = False
+        for dim, c in zip(value.dims, self._dims(value), strict=True):
+            axes = () if used else self._axes(c)
+            used = used or bool(axes)
+            known = axes or self._batch_axes(dim)
+            entries.append(known or (None if c.kind in ("position", "feature") else FREE))
+        return entries
+
+    def _stream(self, value: Value) -> list[Entry]:
+        """Split along the batch, and under sequence parallelism along the sequence."""
+        entries: list[Entry] = []
+        free = self._plan.mesh.tp if self._plan.sequence_parallel else ()
+        for dim, c in zip(value.dims, self._dims(value), strict=True):
+            batch = self._batch_axes(dim)
+            is_sequence = c.kind == "position" and not batch and bool(dim)
+            entries.append(batch or (free if is_sequence and free else None))
+            free = () if is_sequence else free
+        return entries
+
+    def _batch_axes(self, dim: Any) -> tuple[str, ...]:
+        atoms = resolve(dim)
+        return self._plan.mesh.batch if atoms and atoms[0] is self._batch else ()
+
+    def _constrain(self, x: Any, entries: Sequence[Entry], *, even_whole: bool = False) -> Any:
+        """`x` with a constraint if it splits; a dim that does not divide is left to XLA."""
+        fitted = [
+            FREE if isinstance(e, tuple) and size % self._plan.mesh.ways(e) else e
+            for e, size in zip(entries, x.shape, strict=True)
+        ]
+        splits = any(isinstance(e, tuple) and self._plan.mesh.ways(e) > 1 for e in fitted)
+        if not splits and not even_whole:
+            return x
+        return jax.lax.with_sharding_constraint(
+            x, NamedSharding(self._mesh, PartitionSpec(*fitted))
+        )
+
+    # What follows enters equations that hold programs. Each is rebuilt with the public function
+    # that makes it; anything else (custom derivatives, shard_map, kernels) runs as it is.
+
+    def inline(self, equation: Any, calls: list[Scope], operands: list[Any]) -> list[Any]:
+        """A call: its body runs in place."""
+        closed = equation.params.get("jaxpr") or equation.params.get("call_jaxpr")
+        return self.run(calls[0], getattr(closed, "consts", ()), operands)
+
+    def remat(self, equation: Any, calls: list[Scope], operands: list[Any]) -> list[Any]:
+        """`jax.checkpoint`, with its policy."""
+        params = equation.params
+        again = jax.checkpoint(
+            lambda *args: self.run(calls[0], (), args),
+            policy=params["policy"],
+            prevent_cse=params["prevent_cse"],
+        )
+        return again(*operands)
+
+    def scan(self, equation: Any, calls: list[Scope], operands: list[Any]) -> list[Any]:
+        """`lax.scan`; which operands are carried shows in the ranks, under any version of JAX."""
+        params, body = equation.params, calls[0].jaxpr
+        num_rows = _same_rank(equation.invars, body.invars).count(False)
+        num_carry = _same_rank(equation.outvars, body.outvars).count(True)
+        first = len(operands) - num_rows
+        consts, init = operands[: first - num_carry], operands[first - num_carry : first]
+
+        def step(carry: Any, row: Any) -> tuple[Any, Any]:
+            inner = getattr(params["jaxpr"], "consts", ())
+            out = self.run(calls[0], inner, [*consts, *carry, *row])
+            return out[:num_carry], out[num_carry:]
+
+        carry, rows = jax.lax.scan(
+            step,
+            init,
+            operands[first:],
+            length=params["length"],
+            reverse=params["reverse"],
+            unroll=params["unroll"],
+        )
+        return [*carry, *rows]
+
+    def cond(self, equation: Any, calls: list[Scope], operands: list[Any]) -> list[Any]:
+        """`lax.cond` and `lax.switch`."""
+        branches = [
+            functools.partial(self._branch, scope, getattr(branch, "consts", ()))
+            for scope, branch in zip(calls, equation.params["branches"], strict=True)
+        ]
+        return jax.lax.switch(operands[0], branches, *operands[1:])
+
+    def _branch(self, scope: Scope, consts: Sequence[Any], *args: Any) -> list[Any]:
+        return self.run(scope, consts, args)
+
+
+ENTER: Mapping[str, Callable[[_Placer, Any, list[Scope], list[Any]], list[Any]]] = {
+    "jit": _Placer.inline,
+    "pjit": _Placer.inline,
+    "closed_call": _Placer.inline,
+    "core_call": _Placer.inline,
+    "checkpoint": _Placer.remat,
+    "remat": _Placer.remat,
+    "remat2": _Placer.remat,
+    "scan": _Placer.scan,
+    "cond": _Placer.cond,
+}
+
+
+def _same_rank(outer: Sequence[Any], inner: Sequence[Any]) -> list[bool]:
+    return [o.aval.ndim == i.aval.ndim for o, i in zip(outer, inner, strict=True)]
+
+
+def _batch_atom(scope: Scope) -> Atom | None:
+    """The class of the leading dim of the first input that has one."""
+    for var in scope.jaxpr.invars:
+        value = scope.values.get(var)
+        if value is not None and value.kind is Kind.ACTIVATION and value.dims and value.dims[0]:
+            return resolve(value.dims[0])[0]
+    return None
+
+
+def _leads(analysis: Analysis, plan: Plan) -> dict[str, tuple[int, ...]]:
+    """Group -> leading class of its parameters, for groups that the plan splits.
+
+    A dim with another leading class (tiled kv heads, which are minor in the queries) would hold
+    other units on a device than the parameters do.
+    """
+    found: dict[str, tuple[int, ...]] = {}
+    for finding in analysis.findings.values():
+        if finding.dim is not None and finding.classes:
+            placed = plan[finding.path].dim_on(plan.mesh.tp)
+            if placed == finding.dim:
+                found.setdefault(finding.group, finding.classes[:1])
+    return found
+
+
+def _widest(
+    analysis: Analysis, plan: Plan, leads: Mapping[str, tuple[int, ...]]
+) -> dict[str, tuple[str, ...]]:
+    """Group -> the tensor axes that its widest member is split over."""
+    found: dict[str, tuple[str, ...]] = {}
+    for finding in analysis.findings.values():
+        if finding.group in leads and finding.dim is not None and not finding.pieces:
+            axes = plan.axes_for(finding.units)
+            found[finding.group] = max(found.get(finding.group, ()), axes, key=len)
+    return found

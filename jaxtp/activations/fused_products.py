@@ -1,0 +1,191 @@
+"""Products by a weight that holds several projections, one after another: one product a piece.
+
+Stage in: a `dot_general` of an activation and such a weight, with the axes that the plan splits its
+pieces over; then the equations that take the result apart. Stage out: the same numbers, every piece
+split by itself. Which constraints do it follows from where `rules.fused` keeps the weight.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxtp.activations.shared_products import Place, Product
+
+Cuts = tuple[tuple[int, int], ...]
+"""(start, stop) of each piece along a dim, in elements."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fused:
+    """A value whose pieces along one dim were computed apart; whole only if somebody asks.
+
+    Attributes:
+        parts: The pieces, in order.
+        dim: The dim.
+        cuts: Where they are along it.
+    """
+
+    parts: tuple[Any, ...]
+    dim: int
+    cuts: Cuts
+
+    @property
+    def size(self) -> int:
+        """Elements along the dim."""
+        return self.cuts[-1][1]
+
+    def whole(self) -> Any:
+        """The value itself."""
+        return jnp.concatenate(self.parts, axis=self.dim)
+
+
+def product_of_piece(product: Product, place: Place, axes: tuple[str, ...], x: Any, w: Any) -> Any:
+    """The product by one piece of a fused weight, split along its dim.
+
+    The piece is cut from a weight that is not split along this dim. Where it is whole on every
+    device nothing moves forward, and backward the gradients of the pieces are gathered. Where
+    another dim is split, each device exchanges its rows of all columns for all rows of its columns
+    (an all-to-all), and the gradients go back the same way. The piece is first said to be whole
+    along the dim: otherwise XLA splits the weight before it is sliced, and its gradient before it
+    is put together, and permutes both (17 permutes in two layers of GPT-2).
+    """
+    w = place(place(w, {product.dim: ()}), {product.dim: axes})
+    return place(product(x, w), {product.out: axes})
+
+
+def by_weight(
+    product: Product, place: Place, cuts: Cuts, axes: tuple[str, ...], x: Any, w: Any
+) -> Fused:
+    """The product by a weight that is whole, or split along another dim than the fused one.
+
+    Args:
+        product: The product; its `dim` holds the pieces.
+        place: Puts constraints.
+        cuts: The pieces.
+        axes: Tensor axes that each piece is split over.
+        x: The activation.
+        w: The weight.
+    """
+    pieces = [jax.lax.slice_in_dim(w, *cut, axis=product.dim) for cut in cuts]
+    parts = tuple(product_of_piece(product, place, axes, x, piece) for piece in pieces)
+    return Fused(parts, product.out, cuts)
+
+
+def by_result(
+    product: Product,
+    place: Place,
+    cuts: Cuts,
+    axes: tuple[str, ...],
+    around: Mapping[int, tuple[str, ...]],
+    x: Any,
+    w: Any,
+) -> Fused:
+    """The product by a weight that is split along the fused dim as it lies: its result moves.
+
+    Args:
+        product: As in `by_weight`.
+        place: As in `by_weight`.
+        cuts: As in `by_weight`.
+        axes: Tensor axes that the weight, the result and then each piece are split over.
+        around: {another dim of the result: axes that split it in between}, which makes both moves
+            all-to-alls; without one the result is gathered.
+        x: The activation.
+        w: The weight.
+    """
+    dim = product.out
+    between = {dim: (), **around}
+    result = place(place(product(x, w), {dim: axes}), between)
+    pieces = [jax.lax.slice_in_dim(result, *cut, axis=dim) for cut in cuts]
+    return Fused(tuple(place(place(p, between), {dim: axes}) for p in pieces), dim, cuts)
+
+
+def over_pieces(
+    equation: Any, operands: Sequence[Any], place: Place, *, elementwise: bool
+) -> list[Any] | None:
+    """The results of an equation on fused operands without putting them together, or None.
+
+    What takes the dim apart at the cuts picks pieces; what works on each element, or leaves the
+    pieces one after another along one dim, works on each piece.
+    """
+    name = equation.primitive.name
+    value = next(operand for operand in operands if isinstance(operand, Fused))
+    if name in TAKE_APART:
+        return TAKE_APART[name](value, equation.params)
+    if elementwise or name == "convert_element_type":
+        return _elementwise(value, equation, operands, place)
+    return None
+
+
+def _elementwise(
+    value: Fused, equation: Any, operands: Sequence[Any], place: Place
+) -> list[Any] | None:
+    params = equation.primitive.get_bind_params(equation.params)
+    parts: list[Any] = []
+    for index, (start, stop) in enumerate(value.cuts):
+        pieces: list[Any] = []
+        for operand in operands:
+            if isinstance(operand, Fused):
+                if operand.cuts != value.cuts or operand.dim != value.dim:
+                    return None
+                operand = operand.parts[index]
+            elif jnp.ndim(operand) > value.dim and operand.shape[value.dim] == value.size:
+                vector = jnp.size(operand) == value.size
+                operand = jax.lax.slice_in_dim(operand, start, stop, axis=value.dim)
+                # As in `product_of_piece`.
+                operand = place(operand, {value.dim: ()}) if vector else operand
+            pieces.append(operand)
+        parts.append(equation.primitive.bind(*pieces, **params))
+    return [Fused(tuple(parts), value.dim, value.cuts)]
+
+
+def _split(value: Fused, params: Mapping[str, Any]) -> list[Any] | None:
+    sizes = [stop - start for start, stop in value.cuts]
+    at_cuts = params["axis"] == value.dim and list(params["sizes"]) == sizes
+    return list(value.parts) if at_cuts else None
+
+
+def _unstack(value: Fused, params: Mapping[str, Any]) -> list[Any] | None:
+    if params["axis"] != value.dim or len(value.cuts) != value.size:
+        return None
+    return [jax.lax.squeeze(part, (value.dim,)) for part in value.parts]
+
+
+def _slice(value: Fused, params: Mapping[str, Any]) -> list[Any] | None:
+    starts, stops = list(params["start_indices"]), list(params["limit_indices"])
+    cut = (starts.pop(value.dim), stops.pop(value.dim))
+    others = [n for d, n in enumerate(value.parts[0].shape) if d != value.dim]
+    whole = not any(starts) and stops == others and set(params["strides"] or ()) <= {1}
+    return [value.parts[value.cuts.index(cut)]] if whole and cut in value.cuts else None
+
+
+def _reshape(value: Fused, params: Mapping[str, Any]) -> list[Any] | None:
+    """The fused dim becomes several, of which the first holds the pieces: (3 x 64) -> (3, 64)."""
+    shape, dim = params["new_sizes"], value.dim
+    before = value.parts[0].shape[:dim]
+    if shape[:dim] != before or len(shape) <= dim or value.size % shape[dim]:
+        return None
+    step = value.size // shape[dim]
+    if any(start % step or stop % step for start, stop in value.cuts):
+        return None
+    cuts = tuple((start // step, stop // step) for start, stop in value.cuts)
+    shapes = [(*before, stop - start, *shape[dim + 1 :]) for start, stop in cuts]
+    parts = tuple(p.reshape(own) for p, own in zip(value.parts, shapes, strict=True))
+    return [Fused(parts, dim, cuts)]
+
+
+def _transpose(value: Fused, params: Mapping[str, Any]) -> list[Any]:
+    order = params["permutation"]
+    parts = tuple(jax.lax.transpose(part, order) for part in value.parts)
+    return [Fused(parts, order.index(value.dim), value.cuts)]
+
+
+TAKE_APART: Mapping[str, Callable[[Fused, Mapping[str, Any]], list[Any] | None]] = {
+    "split": _split,
+    "unstack": _unstack,
+    "slice": _slice,
+    "reshape": _reshape,
+    "transpose": _transpose,
+}

@@ -1,0 +1,76 @@
+"""What a command is asked about: a file of shapes, a preset, or anybody's function.
+
+Stage in: one word of a command line. Stage out: parameters, and what of the rest there is.
+"""
+
+import dataclasses
+import importlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxtp.errors import BadUsage, join
+from jaxtp.io.tree_files import load_tree
+from jaxtp.models import PRESETS, abstract
+from jaxtp.plan.trees import PyTree
+
+PRESET_TOKENS = jax.ShapeDtypeStruct((1, 2048), jnp.int32)
+"""What presets are traced on, (batch, tokens)."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """A model, as far as it is known; the arguments of `make_plan`.
+
+    Attributes:
+        params: Its parameters.
+        config: Sizes written beside them, or None.
+        fn: Its function, or None for a file of shapes or an `nnx.Module`.
+        inputs: What the function is traced on, or None for a file of shapes.
+    """
+
+    params: PyTree
+    config: Any = None
+    fn: Any = None
+    inputs: Sequence[Any] | None = None
+
+
+def load_subject(text: str) -> Subject:
+    """The model that a word stands for.
+
+    Args:
+        text: A file written by `jaxtp.dump_tree`; a preset such as llama3-8b; or
+            "package.module:function", a function without arguments that returns `(fn, params,
+            inputs)` as `make_plan` takes them, found from the working directory too.
+
+    Raises:
+        BadUsage: TP132, if it is none of these, or the function cannot be had or does not return
+            three things.
+    """
+    if text in PRESETS:
+        return Subject(params=abstract(text), inputs=(PRESET_TOKENS,))
+    module, colon, name = text.partition(":")
+    if colon and not Path(text).exists():
+        return _called(text, module, name)
+    params, config = load_tree(text)
+    return Subject(params=params, config=config)
+
+
+def _called(text: str, module: str, name: str) -> Subject:
+    sys.path.insert(0, "")  # as `python -m` does
+    try:
+        fn, params, inputs = getattr(importlib.import_module(module), name)()
+    except (ImportError, AttributeError, TypeError, ValueError) as err:
+        raise BadUsage(
+            f"it gives no model: {err}",
+            where=text,
+            fix="name a function without arguments that returns (fn, params, inputs); presets are "
+            f"{join(PRESETS, 20)}",
+        ) from err
+    finally:
+        sys.path.remove("")
+    return Subject(params=params, fn=fn, inputs=inputs)

@@ -1,0 +1,136 @@
+"""Collectives that tensor parallelism does not need, and why the compiler made them.
+
+Stage in: a program's collectives. Stage out: one sentence for each that should not be there.
+"""
+
+from collections.abc import Iterable, Iterator
+
+from jaxtp.compile.collectives import Collective
+from jaxtp.compile.hlo import Computation, Instruction, Module
+
+# What moves bytes without computing anything new from them.
+_CARRIES = {
+    "bitcast", "copy", "convert", "transpose", "reshape", "slice", "dynamic-slice", "fusion",
+    "get-tuple-element", "tuple", "copy-start", "copy-done", "fusion-start", "fusion-done",
+    "optimization-barrier",
+}  # fmt: skip
+
+_PERMUTE = (
+    "a dim that is split over AXES is shifted, cut or joined: look for sizes that do not divide, "
+    "and for slices, rolls and concatenations along it"
+)
+_ALL_TO_ALL = (
+    "an array changes which of its dims is split over AXES: its producer and its user want "
+    "different specs"
+)
+_GATHER = "stored split over AXES and used whole: the spec does not fit the product that takes it"
+
+
+def unexpected(
+    module: Module,
+    collectives: Iterable[Collective],
+    *,
+    tensor_axes: Iterable[str],
+    stage_axes: Iterable[str] = ("pp",),
+    expert_axes: Iterable[str] = ("ep",),
+) -> Iterator[tuple[Collective, str]]:
+    """Collectives that a tensor-parallel step does not need, each with its likely cause.
+
+    Args:
+        module: The compiled program.
+        collectives: What `compile/collectives` found in it.
+        tensor_axes: Mesh axes of tensor parallelism, along which no weight should be gathered.
+        stage_axes: Axes of pipeline stages, along which permutes are expected.
+        expert_axes: Axes of experts, along which all-to-alls are expected.
+    """
+    tensor, stages, experts = set(tensor_axes), set(stage_axes), set(expert_axes)
+    for one in collectives:
+        axes = set(one.axes)
+        cause = ""
+        if one.kind == "collective-permute" and not axes <= stages:
+            cause = _PERMUTE
+        elif one.kind == "all-to-all" and not axes <= experts:
+            cause = _ALL_TO_ALL
+        elif one.kind == "all-gather" and axes & tensor:
+            computation = module.computations[one.computation]
+            operands = computation.instructions[one.start].operands
+            weights = [w for name in operands for w in arguments_behind(module, computation, name)]
+            cause = f"{', '.join(weights)}: {_GATHER}" if weights else ""
+        if cause:
+            yield one, cause.replace("AXES", " x ".join(one.axes))
+
+
+def arguments_behind(module: Module, computation: Computation, value: str) -> list[str]:
+    """Names of the step's arguments that a value is a copy of; none if anything is computed.
+
+    Arguments that a loop carries unchanged are followed out of the loop; scalars, such as a loop's
+    counter, are not looked at.
+    """
+    arguments: list[str] = []
+    queue = [(computation.name, value)]
+    for place in queue:  # grows while it is read
+        where = module.computations[place[0]]
+        one = where.instructions[place[1]]
+        if one.opcode == "constant" or (one.shapes and not any(s.dims for s in one.shapes)):
+            continue
+        if one.opcode == "parameter" and where is module.entry:
+            arguments.append(argument_name(one))
+            continue
+        sources = list(_sources(module, where, one))
+        if not sources:
+            return []
+        queue += [source for source in sources if source not in queue]
+    return arguments
+
+
+def argument_name(parameter: Instruction) -> str:
+    """The path of an entry parameter among the step's arguments, as JAX names it."""
+    return parameter.op_name.replace("\\'", "'") or parameter.name
+
+
+def _sources(module: Module, where: Computation, one: Instruction) -> Iterator[tuple[str, str]]:
+    """Where a copied value comes from; nothing if it is computed, or changes from turn to turn."""
+    if one.opcode == "get-tuple-element":
+        inner, index = where.instructions[one.operands[0]], int(one.attribute("index"))
+        if inner.opcode == "tuple":
+            yield where.name, inner.operands[index]
+        elif inner.opcode == "while":
+            yield from _before_loop(module, where, inner, index)
+        elif inner.opcode == "parameter":
+            for caller_where, caller in module.callers[where.name]:
+                if caller.opcode == "while":
+                    yield from _before_loop(module, caller_where, caller, index)
+        elif _only_moves(module, inner):
+            yield where.name, inner.name
+    elif _only_moves(module, one):
+        yield from ((where.name, name) for name in one.operands)
+
+
+def _only_moves(module: Module, one: Instruction) -> bool:
+    """Whether an instruction computes nothing but indices."""
+    inside = [inner for name in one.calls for inner in module.computations[name]]
+    return one.opcode in _CARRIES and all(
+        inner.opcode in _CARRIES or inner.opcode in ("parameter", "constant")
+        for inner in inside
+        if any(shape.dims for shape in inner.shapes)
+    )
+
+
+def _before_loop(
+    module: Module, where: Computation, loop: Instruction, index: int
+) -> Iterator[tuple[str, str]]:
+    """What a loop is started with at one place of its state, if its body leaves that alone."""
+    body = module.computations[loop.attribute("body").strip("%")]
+    start = where.instructions[loop.operands[0]]
+    if start.opcode != "tuple" or body.root.opcode != "tuple":
+        return
+    one = body.instructions[body.root.operands[index]]
+    while one.opcode in ("copy", "bitcast"):
+        one = body.instructions[one.operands[0]]
+    unchanged = (
+        one.opcode == "get-tuple-element"
+        and int(one.attribute("index")) == index
+        and body.instructions[one.operands[0]].opcode == "parameter"
+    )
+    if unchanged:
+        yield where.name, start.operands[index]

@@ -1,0 +1,428 @@
+"""Every setting of a training run: one frozen dataclass per concern, read strictly from text.
+
+Stage in: JSON or TOML text in jaxtp's or DeepSpeed's spelling. Stage out: a `Config`, and one line
+for each DeepSpeed key. Sizes are filled in and checked by `jaxtp.sizes`.
+"""
+
+import dataclasses
+import difflib
+import json
+import tomllib
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal, get_type_hints
+
+from jaxtp.config.deepspeed import TABLE, Line, translate
+from jaxtp.errors import BadConfig, Problems, join
+
+Strict = ClassVar[Mapping[str, object]]
+STRICT: Mapping[str, object] = types.MappingProxyType({"extra": "forbid", "strict": True})
+"""How pydantic reads these classes: unknown keys and wrong types are errors."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Mesh:
+    """Devices along each axis; the product is the number of devices."""
+
+    __pydantic_config__: Strict = STRICT
+
+    tp: int = 1
+    """Devices along the tensor axis, inside the NVLink domain."""
+
+    pp: int = 1
+    """Pipeline stages."""
+
+    dp: int = -1
+    """Replicas; -1 takes what the other axes leave. With `zero.stage` of 1 to 3 and no `fsdp`,
+    these are the devices that ZeRO shards over, as in DeepSpeed."""
+
+    fsdp: int = 1
+    """Devices that the batch and, by `zero.stage`, the train state are sharded over; -1 as for
+    `dp`."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Sequences per step: size = micro_size x accumulation x data-parallel devices."""
+
+    __pydantic_config__: Strict = STRICT
+
+    size: int = 0
+    """Sequences in one optimizer step, over all devices; 0 follows from `micro_size`."""
+
+    micro_size: int = 0
+    """Sequences that one data-parallel device works on at a time; 0 follows from `size`."""
+
+    accumulation: int = 1
+    """Micro-batches whose mean gradient makes one optimizer step."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Pipeline:
+    """How layers and micro-batches go through the `mesh.pp` stages."""
+
+    __pydantic_config__: Strict = STRICT
+
+    rounds: int = 1
+    """How often a micro-batch goes around the stages: 1 is GPipe, more is the circular, interleaved
+    schedule, which idles that many times less and sends that many times more."""
+
+    micro_batches: int = 0
+    """Pieces of the batch that follow each other; 0 takes `batch.accumulation`, or as many as there
+    are stages where that is 1."""
+
+    allow_heterogeneous: bool = False
+    """Let stages be of different kinds of GPU, such as `target` `a100-80:1x8+h100:1x8`."""
+
+    load_balance: Literal["even", "compute_first", "memory_first"] = "even"
+    """Layers of stages of different kinds: alike, or in proportion to their FLOP/s or memory."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Zero:
+    """What is sharded over the fsdp axis, and where optimizer state lives."""
+
+    __pydantic_config__: Strict = STRICT
+
+    stage: Literal[0, 1, 2, 3] | None = None
+    """0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters. Default: 3 where
+    `mesh.fsdp` is given, else 0."""
+
+    partition_activations: bool = False
+    """Split the residual stream, and what is saved of it, along the sequence over the tensor axis
+    (sequence parallelism)."""
+
+    offload_optimizer: Literal["none", "cpu"] = "none"
+    """cpu keeps optimizer state in the host's pinned memory between steps."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Tensor:
+    """How the planner splits parameters over the tensor axis."""
+
+    __pydantic_config__: Strict = STRICT
+
+    policy: Literal["factor", "replicate", "error"] = "factor"
+    """For heads that do not divide: split less, keep whole, or refuse."""
+
+    pad_vocab: bool = False
+    """Pad a vocabulary that does not divide, instead of keeping its table whole."""
+
+    strict: bool = True
+    """Refuse a plan that wastes devices or memory, instead of noting it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Communication:
+    """What XLA is told about collectives."""
+
+    __pydantic_config__: Strict = STRICT
+
+    overlap: Literal["off", "auto", "aggressive"] = "auto"
+    """off makes them synchronous, auto leaves them to XLA, aggressive also makes two halves of the
+    batch take turns; see `jaxtp.overlap`."""
+
+    gradient_fusion: bool | int = True
+    """Whether small reductions and gathers are combined into one message; a number is its largest
+    size in bytes."""
+
+    sequence_parallel: bool = False
+    """Split the residual stream along the sequence over the tensor axis."""
+
+    donate: bool = True
+    """Let the new state use the memory of the old one."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Precision:
+    """Type of matrix products; parameters and optimizer state are float32."""
+
+    __pydantic_config__: Strict = STRICT
+
+    compute: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    """Type of activations and matrix products."""
+
+    loss_scale: float = 0.0
+    """Under float16, what the loss is multiplied by before the backward pass; 0 adapts it."""
+
+    loss_scale_window: int = 1000
+    """Steps without overflow before an adaptive scale doubles."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Optimizer:
+    """The optimizer and its schedule."""
+
+    __pydantic_config__: Strict = STRICT
+
+    name: str = "adamw"
+    """Any function of optax that takes a learning rate: adamw, lion, adafactor, muon, ..."""
+
+    learning_rate: float = 3e-4
+    """Peak of the schedule."""
+
+    schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    """What follows the linear warm-up: no change, or a fall to `end_share` at the last step."""
+
+    warmup_steps: int = 0
+    """Steps over which the learning rate rises from zero."""
+
+    end_share: float = 0.1
+    """The last learning rate as a share of the peak."""
+
+    clip: float = 1.0
+    """Largest global norm of the gradients; 0 turns clipping off."""
+
+    weight_decay: float = 0.0
+    """Decoupled weight decay, for optimizers that know it."""
+
+    no_decay: str = r"(bias|scale)$"
+    """Regular expression; parameters whose path it matches do not decay."""
+
+    options: dict[str, float | int | bool | str] = dataclasses.field(
+        default_factory=dict[str, float | int | bool | str]
+    )
+    """More arguments of the optimizer, by optax's names, such as b1 and b2."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Data:
+    """Training text."""
+
+    __pydantic_config__: Strict = STRICT
+
+    files: str = ""
+    """Folder of text files or a pattern such as `text/**/*.md`; default: the sources of Python's
+    standard library."""
+
+    tokenizer: str = ""
+    """A Hugging Face `tokenizer.json`; default: bytes."""
+
+    packed: bool = False
+    """Keep attention, positions and loss inside each document of a sequence; otherwise documents
+    are one long text."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What a run writes, and how often."""
+
+    __pydantic_config__: Strict = STRICT
+
+    folder: Path = Path("runs/train")
+    """Metrics, checkpoints and profiles go here."""
+
+    eval_every: int = 50
+    """Steps between evaluations, and between printed lines."""
+
+    eval_windows: int = 64
+    """Sequences of the validation text to judge by."""
+
+    checkpoint_every: int = 0
+    """Steps between checkpoints; 0 writes none. SIGTERM and the last step make one too."""
+
+    keep_last: int = 3
+    """Checkpoints that are kept, the newest ones."""
+
+    resume: bool = True
+    """Continue from the newest checkpoint in `folder`, on any mesh; otherwise there may be none."""
+
+    max_restarts: int = 0
+    """How often a run that was killed, or that lost a peer, is started again by `train.py`."""
+
+    spike_factor: float = 0.0
+    """Stop before saving when a loss is this many times its recent median, such as 3; 0 never."""
+
+    tensorboard: bool = False
+    """Write TensorBoard events beside `metrics.jsonl`."""
+
+    profile: bool = False
+    """Trace steps 3 to 5 with `jax.profiler` and print the operations that took longest."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Faults:
+    """When a process gives up on the others or on a device; it then ends with a code."""
+
+    __pydantic_config__: Strict = STRICT
+
+    start_timeout: float = 300.0
+    """Seconds until every process must have come."""
+
+    step_timeout: float = 1800.0
+    """Seconds for one step with the evaluation and the checkpoint after it; the first one, which
+    compiles, may take ten times as long. 0 for no limit."""
+
+    heartbeat_timeout: float = 60.0
+    """Seconds after which a process that is not heard of counts as lost."""
+
+    probe: bool = True
+    """Test every device at the start, and when a run has diverged."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """One training run."""
+
+    __pydantic_config__: Strict = STRICT
+
+    model: str = "llama-tiny"
+    """Preset name, see `jaxtp.models.PRESETS`."""
+
+    seq_len: int = 128
+    """Tokens that the model reads of a sequence."""
+
+    steps: int = 100
+    """Optimizer steps."""
+
+    seed: int = 0
+    """Of the parameters and of the order of the data."""
+
+    remat: Literal["none", "full", "block_outputs", "dots", "stage"] = "none"
+    """What the backward pass recomputes instead of keeping, layer by layer, or with stage all that
+    a pipeline stage does in one tick."""
+
+    target: str = ""
+    """The machine to cost the run on, such as `h100:4x8`; default: the GPUs that are there."""
+
+    mesh: Mesh = Mesh()
+    batch: Batch = Batch(size=16)
+    pipeline: Pipeline = Pipeline()
+    zero: Zero = Zero()
+    tensor: Tensor = Tensor()
+    communication: Communication = Communication()
+    precision: Precision = Precision()
+    optimizer: Optimizer = dataclasses.field(default_factory=Optimizer)
+    data: Data = Data()
+    run: Run = Run()
+    faults: Faults = Faults()
+
+
+AT_LEAST: Mapping[str, float] = {
+    "faults.start_timeout": 1, "faults.step_timeout": 0, "faults.heartbeat_timeout": 1,
+    "seq_len": 1, "steps": 1, "seed": 0, "mesh.tp": 1, "mesh.pp": 1, "batch.size": 0,
+    "batch.micro_size": 0, "batch.accumulation": 1, "pipeline.rounds": 1,
+    "pipeline.micro_batches": 0, "communication.gradient_fusion": 0,
+    "precision.loss_scale": 0, "precision.loss_scale_window": 1, "optimizer.learning_rate": 0,
+    "optimizer.warmup_steps": 0, "optimizer.end_share": 0, "optimizer.clip": 0,
+    "optimizer.weight_decay": 0, "run.eval_every": 1, "run.eval_windows": 1,
+    "run.checkpoint_every": 0, "run.keep_last": 1, "run.max_restarts": 0, "run.spike_factor": 0,
+}  # fmt: skip
+"""Smallest legal value by setting."""
+
+
+def load(path: Path) -> tuple[Config, tuple[Line, ...]]:
+    """The settings in a file, `.toml` or else JSON, and what became of each DeepSpeed key.
+
+    Raises:
+        BadConfig: TP020, as for `parse`, or if the file cannot be read.
+    """
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeError) as err:
+        raise BadConfig(f"cannot read it: {err}", where=str(path), fix="name a text file") from None
+    return parse(text, "toml" if path.suffix == ".toml" else "json")
+
+
+def parse(text: str, form: Literal["json", "toml"] = "json") -> tuple[Config, tuple[Line, ...]]:
+    """The settings in a text, in jaxtp's spelling, DeepSpeed's, or both.
+
+    Returns:
+        The config, and one line for each DeepSpeed key: mapped or replaced.
+
+    Raises:
+        BadConfig: TP020, for text of another form, an unknown key, a value of the wrong type, a
+            DeepSpeed key that is refused, or one setting given twice. All of them at once.
+    """
+    from pydantic import TypeAdapter, ValidationError
+
+    known = list(settings())
+    settled, origins, lines = translate(_read(text, form), {key.split(".")[0] for key in known})
+    try:
+        # As JSON text, where pydantic can be strict and still build dataclasses from objects.
+        config = TypeAdapter(Config).validate_json(json.dumps(settled))
+    except ValidationError as err:
+        problems = Problems()
+        refusals = [_refusal(error, known, origins) for error in err.errors()]
+        # Every alternative of a union complains on its own; the first complaint will do.
+        for refusal in {refusal.where: refusal for refusal in reversed(refusals)}.values():
+            problems.add(refusal)
+        problems.raise_any()
+        raise AssertionError("pydantic refused a config without an error") from err
+    check_ranges(config)
+    return config, lines
+
+
+def settings(cls: type = Config, prefix: str = "") -> Iterator[str]:
+    """The dotted name of every setting, e.g. `mesh.tp`; also its flag on the command line."""
+    hints = get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        kind = hints[field.name]
+        if dataclasses.is_dataclass(kind):
+            yield from settings(kind, f"{prefix}{field.name}.")  # pyright: ignore[reportArgumentType]
+        else:
+            yield prefix + field.name
+
+
+def _read(text: str, form: str) -> dict[str, Any]:
+    try:
+        if form == "toml":
+            return tomllib.loads(text)
+        data = json.loads(text, object_pairs_hook=_without_twins, parse_constant=_not_a_number)
+    except (json.JSONDecodeError, tomllib.TOMLDecodeError) as err:
+        raise BadConfig(f"not {form.upper()}: {err}", fix=f"correct the {form.upper()}") from None
+    if not isinstance(data, dict):
+        raise BadConfig(f"a {type(data).__name__} is not settings", fix='{"model": ...}')
+    return data
+
+
+def _without_twins(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """An object, unless a key is in it twice: JSON would take the last one and say nothing."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twin = next(name for name in names if names.count(name) > 1)
+        raise BadConfig("the key is given twice in one object", where=twin, fix="keep one of them")
+    return found
+
+
+def _not_a_number(text: str) -> float:
+    raise BadConfig(f"{text} is not JSON", fix="give a finite number")
+
+
+def _refusal(error: Mapping[str, Any], known: list[str], origins: Mapping[str, str]) -> BadConfig:
+    """What pydantic found wrong, by the name that stands in the file."""
+    parts = [str(part) for part in error["loc"]]
+    # Inside a union pydantic goes on with the name of the alternative that it tried.
+    key = next(
+        (".".join(parts[:n]) for n in range(len(parts), 0, -1) if ".".join(parts[:n]) in known),
+        ".".join(parts),
+    )
+    where = origins.get(key, key)
+    if error["type"] == "unexpected_keyword_argument":
+        near = difflib.get_close_matches(key, (*known, *TABLE), n=1, cutoff=0.5)
+        section = [name for name in known if name.startswith(f"{parts[0]}.")] or known
+        fix = f"did you mean {near[0]}?" if near else f"known: {join(section, 20)}"
+        return BadConfig("unknown key", where=where, fix=fix)
+    what = f"{error['msg']}; got {json.dumps(error['input'], default=str)}"
+    return BadConfig(what, where=where, fix=f"see the help of --{key}")
+
+
+def check_ranges(config: Config) -> None:
+    """Refuses numbers that no run can have; the command line can set any.
+
+    Raises:
+        BadConfig: TP020, for every setting below its smallest legal value.
+    """
+    problems = Problems()
+    for key, least in AT_LEAST.items():
+        value: Any = config
+        for name in key.split("."):
+            value = getattr(value, name)
+        if not value >= least:
+            problems.add(BadConfig(f"is {value}", where=key, fix=f"at least {least}"))
+    for key in ("dp", "fsdp"):
+        if (value := getattr(config.mesh, key)) < 1 and value != -1:
+            problems.add(BadConfig(f"is {value}", where=f"mesh.{key}", fix="1 or more, or -1"))
+    problems.raise_any()

@@ -1,0 +1,232 @@
+"""The forward pass: two halves in alternation, messages of one beside the work of the other.
+
+Stage in: a `Stack`, stacked parameters, both halves of the residual stream. Stage out: both halves
+behind the last layer, and the residual stream in front of every branch.
+
+A *unit* of work is a block on one half, or on half the tokens of one half where the block works on
+each token alone. Its result is partial; the sum over the devices is its *message*. The halves take
+turns, and each message moves beside the other half's next unit. With attention and MLP:
+
+    A   attention          MLP, 1st piece          MLP, 2nd piece          attention
+    B           MLP, 2nd               attention               MLP, 1st               MLP, 2nd
+
+With the halves that far apart the short attention of grouped-query models hides the small messages
+of MLP pieces, and MLP pieces hide the large ones of attention. Side by side, in one piece each,
+two of four messages a layer are longer than the attention beside them.
+
+A barrier over everything alive ends each turn. Between two barriers XLA's scheduler has one message
+and one chain of products to place, and no other choice.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxtp.activations.by_name import in_force
+from jaxtp.layers.interleaving.partial_blocks import Branch, Context, Partial, Ways
+from jaxtp.plan.trees import PyTree
+
+A, B = 0, 1
+TOKENS = 1  # the dim of (batch, tokens, width)
+
+Params = Sequence[tuple[PyTree, PyTree]]
+"""Norm's and block's parameters of every branch, stacked over layers."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Stack:
+    """What does not depend on arrays.
+
+    Attributes:
+        branches: Of a layer, in order.
+        partials: Their blocks.
+        num_pieces: Units of each on one half.
+        ways: The tensor axes.
+    """
+
+    branches: tuple[Branch, ...]
+    partials: tuple[Partial, ...]
+    num_pieces: tuple[int, ...]
+    ways: Ways
+
+    @property
+    def units(self) -> list[tuple[int, int]]:
+        """(branch, piece) of one half's work on one layer."""
+        return [(i, piece) for i, num in enumerate(self.num_pieces) for piece in range(num)]
+
+    def norm(self, i: int, norm_params: PyTree, x_BTD: jax.Array) -> jax.Array:
+        """The input of a branch's block, once."""
+        with in_force(self.ways.active):
+            return self.branches[i].norm(norm_params, x_BTD)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Half:
+    """One half of the batch on its way.
+
+    Attributes:
+        x: The residual stream, with every branch added whose messages have all arrived.
+        inputs: What the pieces of the next branch start from, (W, batch, tokens, width); None while
+            a message for it is under way.
+        sums: Messages that have arrived of a branch whose others have not.
+        kept: The residual stream in front of each branch, (layers, ...), for the backward pass;
+            empty if there will be none.
+    """
+
+    x: jax.Array
+    inputs: list[jax.Array] | None
+    sums: list[jax.Array]
+    kept: list[jax.Array]
+
+
+class Message(NamedTuple):
+    """A sum over the devices that is still to be taken.
+
+    Attributes:
+        half: Whose.
+        unit: Where it comes from, an index of `Stack.units`.
+        ahead: Of which layer, counted from the current one.
+        partial: The parts, (W, batch, tokens, width).
+    """
+
+    half: int
+    unit: int
+    ahead: int
+    partial: jax.Array
+
+
+def forward(
+    stack: Stack, params: Params, halves: list[jax.Array], contexts: list[Context], *, keep: bool
+) -> tuple[list[jax.Array], list[list[jax.Array]]]:
+    """Both halves behind the last layer, and what is kept of them if `keep`."""
+    num_layers = jax.tree.leaves(params)[0].shape[0]
+    num_units = len(stack.units)
+    lead = (num_units - 1) // 2  # half A's, in units; see the drawing
+
+    def layer(index: jax.Array | int, start: list[Half], partial: jax.Array, final: bool) -> Turns:
+        """Both halves' work on a layer, half A `lead` units ahead, up to where it starts again."""
+        turns = Turns(stack, params, contexts, start, index, final=final)
+        turns.messages.append(Message(B, num_units - 1, -1, partial))
+        for unit in range(num_units):
+            ahead, unit_ahead = divmod(lead + unit, num_units)
+            if not (ahead and final):
+                turns.work(A, unit_ahead, ahead)
+            turns.work(B, unit, 0)
+        return turns
+
+    def body(index: jax.Array, carry: Any) -> Any:
+        turns = layer(index, *carry, final=False)
+        (message,) = turns.messages
+        return turns.halves, message.partial
+
+    kept = [[jnp.zeros((num_layers, *x.shape), x.dtype)] * len(params) * keep for x in halves]
+    start = [Half(x, None, [], streams) for x, streams in zip(halves, kept, strict=True)]
+    turns = Turns(stack, params, contexts, start, 0)
+    turns.begin(A, 0, 0)
+    for unit in range(lead):
+        turns.work(A, unit, 0)
+        turns.receive_all()
+    # Half B comes to every layer one message short; to the first one with a message of zeros.
+    zeros = jnp.zeros_like(_piece(halves[B], 0, stack.num_pieces[-1]))
+    turns.halves[B].sums = [zeros] * (stack.num_pieces[-1] - 1)
+    # Not a scan: where the index is the loop's own counter, XLA reads weights in place.
+    carry = lax.fori_loop(0, num_layers - 1, body, (turns.halves, stack.ways.copies(zeros)))
+    turns = layer(num_layers - 1, *carry, final=True)
+    turns.receive_all()
+    return [half.x for half in turns.halves], [half.kept for half in turns.halves]
+
+
+class Turns:
+    """Units of work in order, each beside the oldest message."""
+
+    def __init__(
+        self,
+        stack: Stack,
+        params: Params,
+        contexts: list[Context],
+        halves: Sequence[Half],
+        layer: jax.Array | int,
+        *,
+        final: bool = False,
+    ) -> None:
+        self.stack, self.params, self.contexts = stack, params, contexts
+        self.layer, self.final = layer, final
+        self.halves = [dataclasses.replace(half) for half in halves]
+        self.messages = collections.deque[Message]()
+
+    def work(self, half: int, unit: int, ahead: int) -> None:
+        """One unit of a half; the oldest message moves meanwhile."""
+        i, piece = self.stack.units[unit]
+        while self.halves[half].inputs is None:  # behind the last layer's A, B has nobody beside it
+            self.receive(self.messages.popleft())
+        me, partial = self.halves[half], self.stack.partials[i]
+        assert me.inputs is not None
+        weights = partial.cut(take(self.params[i][1], self.layer + ahead), me.x.dtype)
+        result = partial(weights, me.inputs[piece], self.contexts[half])
+        if piece == self.stack.num_pieces[i] - 1:
+            me.inputs = None
+        if self.messages:
+            result = self.receive(self.messages.popleft(), beside=result)
+        self.messages.append(Message(half, unit, ahead, result))
+
+    def receive(self, message: Message, beside: Any = None) -> Any:
+        """Takes a message's sum; returns `beside`, with all that follows held back behind both."""
+        total = self.stack.ways.total(message.partial)
+        alive = [(half.x, half.inputs, half.sums) for half in self.halves]
+        beside, total, alive = lax.optimization_barrier((beside, total, alive))
+        for half, (x, inputs, sums) in zip(self.halves, alive, strict=True):
+            half.x, half.inputs, half.sums = x, inputs, sums
+        me = self.halves[message.half]
+        me.sums = [*me.sums, total]
+        i, piece = self.stack.units[message.unit]
+        if piece == self.stack.num_pieces[i] - 1:
+            me.x, me.sums = me.x + self.biased(message, jnp.concatenate(me.sums, TOKENS)), []
+            more, branch = divmod(i + 1, len(self.params))
+            if not (self.final and message.ahead + more > 0):
+                self.begin(message.half, branch, message.ahead + more)
+        return beside
+
+    def biased(self, message: Message, total: jax.Array) -> jax.Array:
+        """A block's sum with the bias behind its row product, if there is one."""
+        i, _ = self.stack.units[message.unit]
+        index = self.layer + message.ahead
+        bias = self.stack.partials[i].bias(take(self.params[i][1], index), total.dtype)
+        if bias is None:
+            return total
+        # The zeros that half B starts with are no block's.
+        return total + jnp.where(index < 0, 0, bias)[None, None]
+
+    def receive_all(self) -> None:
+        """Takes all messages, with nothing beside them."""
+        while self.messages:
+            self.receive(self.messages.popleft())
+
+    def begin(self, half: int, i: int, ahead: int) -> None:
+        """Prepares the pieces of a branch, in front of which the residual stream is complete."""
+        me, num_pieces = self.halves[half], self.stack.num_pieces[i]
+        if me.kept:
+            me.kept = list(me.kept)
+            me.kept[i] = lax.dynamic_update_index_in_dim(me.kept[i], me.x, self.layer + ahead, 0)
+        norm_params = take(self.params[i][0], self.layer + ahead)
+        pieces = [_piece(me.x, piece, num_pieces) for piece in range(num_pieces)]
+        me.inputs = [self.stack.ways.copies(self.stack.norm(i, norm_params, x)) for x in pieces]
+
+
+def take(stacked: PyTree, index: jax.Array | int) -> PyTree:
+    """One layer of stacked arrays."""
+
+    def one(w: jax.Array) -> jax.Array:
+        return lax.dynamic_index_in_dim(w, index, keepdims=False)
+
+    return jax.tree.map(one, stacked)
+
+
+def _piece(x: jax.Array, piece: int, num_pieces: int) -> jax.Array:
+    size = x.shape[TOKENS] // num_pieces
+    return lax.slice_in_dim(x, piece * size, (piece + 1) * size, axis=TOKENS)

@@ -1,0 +1,215 @@
+"""A block as partial results, one for each tensor-parallel device, that are summed when we say so.
+
+Stage in: a block written for one device, and where a plan puts its weights. Stage out: the same
+block as a function of arrays with a leading dim for the tensor axes.
+
+Left alone, XLA sums a row product over the devices where it stands, and what stands around it is
+then all that can hide the all-reduce. Here the tensor axes are a dim of the arrays: weights are
+reshaped so that each device's part is one entry, `jax.vmap` runs the block on every entry, and the
+sum over that dim is an operation of its own. Its local size is one, so products and kernels are
+those of the ordinary program.
+
+Shape suffixes as in `jaxtp.models.layers`, and W ways: the devices along the tensor axes.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+
+from jaxtp.activations.by_name import ActivePlan, in_force
+from jaxtp.errors import NotInterleaved, join
+from jaxtp.plan.decisions import ParamDecision
+from jaxtp.plan.trees import PyTree, flatten, leaves, map_with_path
+from jaxtp.rules.roles import Role
+
+CUT = (Role.COLUMN, Role.COLUMN_BIAS, Role.ROW)
+WHOLE = (Role.NORM, Role.WHOLE)
+
+Context = Mapping[str, jax.Array | None]
+"""Arrays `(batch or 1, ...)` that blocks take beside their input, by name; no gradients."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Branch:
+    """`x + block(norm(x))`, one of the residual branches of a layer.
+
+    Attributes:
+        name: Path of the block from the layer, e.g. `self_attn`.
+        norm: `(norm_params, x_BTD) -> h_BTD`.
+        block: `(block_params, h_BTD, context) -> (batch, tokens, width)`, in by column products and
+            out by one row product. It takes its sizes from its arguments, never from a config.
+        norm_params: Stacked over layers, `(layers, ...)`.
+        block_params: Stacked likewise.
+        tokenwise: Whether the block works on each token alone, without context.
+    """
+
+    name: str
+    norm: Callable[[PyTree, jax.Array], jax.Array]
+    block: Callable[[PyTree, jax.Array, Context], jax.Array]
+    norm_params: PyTree
+    block_params: PyTree
+    tokenwise: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Cut:
+    """How a weight of one layer comes to the devices.
+
+    Attributes:
+        dim: The dim that is cut, without the layer dim; None for a weight that all have whole.
+        ways: In how many pieces; fewer than the devices where some share a piece.
+        added_once: A bias behind the row product: whole, and added to the sum.
+    """
+
+    dim: int | None = None
+    ways: int = 1
+    added_once: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Ways:
+    """The tensor axes of a plan as the leading dim of arrays."""
+
+    active: ActivePlan
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The tensor axes."""
+        return self.active.shape.tp
+
+    @property
+    def num(self) -> int:
+        """Size of the dim."""
+        return self.active.shape.tp_size
+
+    def copies(self, x_BTD: jax.Array) -> jax.Array:
+        """An entry for every device, (W, batch, tokens, width); nothing moves."""
+        x_WBTD = jnp.broadcast_to(x_BTD[None], (self.num, *x_BTD.shape))
+        return self.active.place(x_WBTD, self.axes, self._batch, None, None)
+
+    def total(self, p_WBTD: jax.Array) -> jax.Array:
+        """The sum over the devices, (batch, tokens, width): one all-reduce in the type of `p`."""
+        # Not jnp.sum, which adds in float32 and would move twice the bytes.
+        x_BTD = jax.lax.reduce_sum(p_WBTD, (0,))
+        return self.active.place(x_BTD, self._batch, None, None)
+
+    @property
+    def _batch(self) -> tuple[str, ...] | None:
+        return self.active.shape.batch or None
+
+
+@dataclasses.dataclass(frozen=True)
+class Partial:
+    """The block of a branch, mapped over the tensor axes.
+
+    Attributes:
+        ways: The dim.
+        block: As in the branch.
+        cuts: How each of its weights comes to the devices, by path.
+    """
+
+    ways: Ways
+    block: Callable[[PyTree, jax.Array, Context], jax.Array]
+    cuts: Mapping[str, Cut]
+
+    def cut(self, params: PyTree, dtype: jnp.dtype) -> PyTree:
+        """One layer's weights with an entry per device, (W, ...), products' weights in `dtype`.
+
+        Cast before both halves use them, so that their gradients are added in that type, as one
+        product over the whole batch would.
+        """
+
+        def leaf(path: str, w: jax.Array) -> jax.Array:
+            cut = self.cuts[path]
+            if cut.added_once:
+                w = jnp.zeros_like(w)
+            if cut.dim is None:
+                w = jnp.broadcast_to(w[None], (self.ways.num, *w.shape))
+            else:
+                w = w.astype(dtype)
+                before, size, after = w.shape[: cut.dim], w.shape[cut.dim], w.shape[cut.dim + 1 :]
+                w = w.reshape(*before, cut.ways, size // cut.ways, *after)
+                w = jnp.repeat(jnp.moveaxis(w, cut.dim, 0), self.ways.num // cut.ways, axis=0)
+            return self.ways.active.place(w, self.ways.axes, *[None] * (w.ndim - 1))
+
+        return map_with_path(leaf, params)
+
+    def bias(self, params: PyTree, dtype: jnp.dtype) -> jax.Array | None:
+        """What is added to the sum once, (width,); None if nothing is."""
+        found = (w.astype(dtype) for path, w in leaves(params) if self.cuts[path].added_once)
+        return next(found, None)
+
+    def __call__(self, cut_params: PyTree, h_WBTD: jax.Array, context: Context) -> jax.Array:
+        """The partial results, (W, batch, tokens, width); nothing moves."""
+        # Constraints inside speak of one device's part: only the batch axes mean anything there.
+        with in_force(self.ways.active.mapped()):
+            mapped = jax.vmap(self.block, (0, 0, None), spmd_axis_name=self.ways.axes)
+            return mapped(cut_params, h_WBTD, context)
+
+
+def partial_of(branch: Branch, active: ActivePlan) -> Partial:
+    """The block of a branch, cut as the plan in force cuts its weights.
+
+    Raises:
+        NotInterleaved: TP073, if its parts do not add up to the block: a weight that the plan does
+            not know or does not cut over all tensor axes, experts, no or several row products.
+    """
+    shapes = {path: param.shape for path, param in flatten(branch.block_params).items()}
+    found = {path: _decision(f"{branch.name}/{path}", shapes[path], active) for path in shapes}
+    rows = [path for path, decision in found.items() if decision.role == Role.ROW]
+    biases = [path for path, decision in found.items() if decision.role == Role.ROW_BIAS]
+    if len(rows) != 1 or len(biases) > 1:
+        raise NotInterleaved(
+            f"row products: {join(rows) or 'none'}; biases behind them: {join(biases) or 'none'}",
+            where=branch.name,
+            fix="a block comes in by column products and goes out by one row product",
+        )
+    cuts = {path: _cut(decision, active) for path, decision in found.items()}
+    return Partial(Ways(active), branch.block, cuts)
+
+
+def _decision(path: str, shape: tuple[int, ...], active: ActivePlan) -> ParamDecision:
+    found = [
+        decision
+        for decision in active.decisions
+        if f"/{decision.path}".endswith(f"/{path}") and decision.shape == shape
+    ]
+    if not found or any(d.spec != found[0].spec or d.role != found[0].role for d in found):
+        raise NotInterleaved(
+            f"{len(found)} parameters of the plan have this path and the shape {shape}",
+            where=path,
+            fix="make the plan from this model",
+        )
+    return found[0]
+
+
+def _cut(decision: ParamDecision, active: ActivePlan) -> Cut:
+    shape, spec = active.shape, decision.spec
+    along = [tuple(axis for axis in axes if axis in shape.tp) for axes in spec]
+    dims = [dim for dim, axes in enumerate(along) if axes]
+    if spec[0]:
+        problem = f"layers are split over {'+'.join(spec[0])}"
+    elif decision.role == Role.ROW_BIAS:
+        return Cut(added_once=True)
+    elif decision.role in CUT and len(dims) == 1 and along[dims[0]] in _prefixes(decision, active):
+        return Cut(dims[0] - 1, shape.ways(along[dims[0]]))
+    elif decision.role in WHOLE and not dims:
+        return Cut()
+    else:
+        problem = f"a {decision.role} parameter with {shape.ways(sum(along, ()))} parts"
+    raise NotInterleaved(
+        f"{problem} on {shape.tp_size} tensor-parallel devices",
+        where=decision.path,
+        fix="sizes that divide over all tensor-parallel devices, layers on one stage, no experts",
+    )
+
+
+def _prefixes(decision: ParamDecision, active: ActivePlan) -> list[tuple[str, ...]]:
+    """Tensor axes that may cut a weight: all of them for a row product, whose parts add up.
+
+    Fewer will do for a column whose units several devices share, such as kv heads.
+    """
+    prefixes = list(active.shape.prefixes())
+    return prefixes[:1] if decision.role == Role.ROW else prefixes

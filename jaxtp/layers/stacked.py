@@ -1,0 +1,276 @@
+"""Stacked layers one after the other, on one device or in pipeline stages.
+
+Stage in: a layer as a function, its stacked parameters, the residual stream, the plan in force.
+Stage out: the residual stream behind the last layer.
+
+In stages every device along the pp axis runs one program. At tick t stage s works on unit u = t - s
+of its list: with S stages, v rounds and M micro-batches, unit u is round r = u % vS // S of
+micro-batch m = u // vS x S + u % S. After each tick the result goes to the next stage, around a
+ring; stage 0 gets back what the last stage sent in the tick before it needs it for the next round.
+For v = 1 this is GPipe (Huang et al. 2019), m = u; for more it is the interleaved order of
+Narayanan et al. 2021, section 2.2, with all forward passes in front of the first backward one.
+
+Shape suffixes: S stages, R replicas that a stage sees, M micro-batches, B sequences, T tokens, D
+width.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Jaxpr, subjaxprs
+from jax.sharding import PartitionSpec
+
+from jaxtp.activations.by_name import ActivePlan, active_plan, constrain, in_force
+from jaxtp.errors import BadStages, SizeMismatch, join
+from jaxtp.layers.recomputation import LAYER_INPUT, Policy, remat_of
+from jaxtp.plan.stages import Stages
+from jaxtp.plan.trees import PyTree
+
+Context = Mapping[str, jax.Array | None]
+"""Arrays `(batch or 1, ...)` that all layers take beside their input, by name."""
+
+Layer = Callable[[jax.Array, PyTree, Context], jax.Array]
+"""`(x, parameters of one layer, context) -> x`."""
+
+
+def scan_layers(
+    body: Layer,
+    x_BTD: jax.Array,
+    params: PyTree,
+    *,
+    context: Context | None = None,
+    remat: str = "none",
+) -> jax.Array:
+    """The residual stream behind stacked layers: `lax.scan`, or a pipeline where the plan has one.
+
+    Args:
+        body: One layer, `(x, params, context) -> x`. What differs between sequences comes by
+            `context`, not from around the function: in stages a layer sees a few at a time.
+        x_BTD: The residual stream in front of the first layer, (batch, tokens, width).
+        params: Stacked, `(layers, ...)` everywhere; in stages as the plan stores them.
+        context: Arrays `(batch or 1, ...)`, the same for all layers; None entries are passed on.
+        remat: Key of `jaxtp.remat.REMAT`; stage without stages is block_outputs.
+
+    Raises:
+        BadConfig: TP020, if `remat` names no policy.
+        SizeMismatch: TP003, if the batch does not divide into replicas x micro-batches.
+        BadStages: TP074, if the parameters are not stored for the stages.
+    """
+    policies, active = remat_of(remat), active_plan()
+    if policies.layer is not None:
+        # A scan body is compiled on its own, so XLA cannot merge recomputation with the first run.
+        body = jax.checkpoint(body, policy=policies.layer, prevent_cse=False)
+    context = context or {}
+    if active is None or active.stages is None:
+        return jax.lax.scan(lambda x, row: (body(x, row, context), None), x_BTD, params)[0]
+    return _in_stages(
+        _Pipeline(body, policies.chunk, active, active.stages), x_BTD, params, context
+    )
+
+
+def runs_in_stages(jaxpr: Jaxpr, axis: str) -> bool:
+    """Whether a traced function sends anything from stage to stage along this axis."""
+    return any(
+        equation.primitive.name == "ppermute" and axis in equation.params["axis_name"]
+        for equation in jaxpr.eqns
+    ) or any(runs_in_stages(inner, axis) for inner in subjaxprs(jaxpr))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pipeline:
+    """The same for all ticks.
+
+    Attributes:
+        layer: One layer.
+        keep: Policy of what a tick keeps.
+        active: The plan in force around the stages.
+        stages: Its stages.
+    """
+
+    layer: Layer
+    keep: Policy
+    active: ActivePlan
+    stages: Stages
+
+    @property
+    def axis(self) -> str:
+        return self.active.shape.pp
+
+    @property
+    def manual_batch(self) -> tuple[str, ...]:
+        """Batch axes that the partitioner has no part in.
+
+        Gradients of parameters that are whole on these axes are then summed on each device over
+        all ticks and reduced once, where the partitioner would reduce them in every tick.
+        """
+        return () if self.active.params_cut else self.active.shape.batch
+
+    @property
+    def inner(self) -> ActivePlan:
+        """What counts inside a stage."""
+        shape = self.active.shape
+        if self.manual_batch:
+            shape = dataclasses.replace(shape, dp="", fsdp="")
+        return dataclasses.replace(self.active, shape=shape, stages=None)
+
+    def split(self, x: jax.Array) -> jax.Array:
+        """Inside a stage: (R, M, B, ...) of `(batch, ...)`, (1, 1, 1, ...) of one row for all."""
+        shape, num_micro = self.inner.shape, self.stages.micro_batches
+        cut = (1, 1) if x.shape[0] == 1 else (shape.ways(shape.batch), num_micro)
+        return x.reshape(*cut, -1, *x.shape[1:])
+
+
+def _in_stages(pipe: _Pipeline, x_BTD: jax.Array, params: PyTree, context: Context) -> jax.Array:
+    """`scan_layers` in stages."""
+    active, shape = pipe.active, pipe.active.shape
+    _check(pipe, x_BTD, params)
+    replicas = PartitionSpec(pipe.manual_batch or None)
+    sides = jax.tree.map(lambda x: PartitionSpec() if x.shape[0] == 1 else replicas, dict(context))
+    run = jax.shard_map(
+        functools.partial(_stage, pipe),
+        mesh=active.here,
+        in_specs=(PartitionSpec(pipe.axis, *replicas), PartitionSpec(pipe.axis), sides),
+        out_specs=PartitionSpec(pipe.axis, *replicas),
+        axis_names={pipe.axis, *pipe.manual_batch},
+        check_vma=False,
+    )
+    # An entry for every stage, going in and coming out. What moves is left to the partitioner: a
+    # gather over pp on the way in, a reduce-scatter on the way out.
+    place = (pipe.axis, shape.batch, active.sequence, None)
+    x_BTD = constrain(x_BTD, "residual")
+    x_SBTD = jnp.broadcast_to(x_BTD[None], (pipe.stages.num_stages, *x_BTD.shape))
+    out_SBTD = run(active.place(x_SBTD, *place), params, dict(context))
+    # Not jnp.sum, which adds in float32 and would move twice the bytes.
+    out_BTD = jax.lax.reduce_sum(active.place(out_SBTD, *place), (0,))
+    return constrain(out_BTD, "residual")
+
+
+def _check(pipe: _Pipeline, x_BTD: jax.Array, params: PyTree) -> None:
+    stages, shape = pipe.stages, pipe.active.shape
+    num_replicas, num_micro = shape.ways(shape.batch), stages.micro_batches
+    if x_BTD.shape[0] % (num_replicas * num_micro):
+        raise SizeMismatch(
+            f"{x_BTD.shape[0]} sequences for {num_replicas} replicas x {num_micro} micro-batches",
+            where="batch",
+            fix=f"a batch that is a multiple of {num_replicas * num_micro}",
+        )
+    stored = stages.num_stages * stages.num_rounds * stages.block
+    found = {leaf.shape[0] if leaf.ndim else 0 for leaf in jax.tree.leaves(params)}
+    if found != {stored}:
+        raise BadStages(
+            f"stacked parameters have {join(sorted(found))} rows; {stages.num_stages} stages x "
+            f"{stages.num_rounds} rounds of at most {stages.block} layers are stored in {stored}",
+            fix="parameters from jaxtp.shard or init_sharded under this plan",
+        )
+
+
+def _stage(pipe: _Pipeline, x_SBTD: jax.Array, params: PyTree, context: Context) -> jax.Array:
+    """All ticks of one stage; zeros from all but the last one, whose result counts."""
+    stages, axis = pipe.stages, pipe.axis
+    stage, last = jax.lax.axis_index(axis), stages.num_stages - 1
+    ring = [(s, (s + 1) % stages.num_stages) for s in range(stages.num_stages)]
+    cut = (stages.num_rounds, stages.block)
+    chunks = jax.tree.map(lambda w: w.reshape(*cut, *w.shape[1:]), params)
+    x_RMBTD = pipe.split(x_SBTD[0])
+    context = jax.tree.map(pipe.split, context)
+
+    def tick(
+        carry: tuple[jax.Array, jax.Array], order: _Orders
+    ) -> tuple[tuple[jax.Array, jax.Array], None]:
+        arrived_BTD, buffer_RMBTD = carry
+        x_BTD = jnp.where(order.enters, _take(buffer_RMBTD, order.micro), arrived_BTD)
+        x_BTD = _chunk(pipe, x_BTD, chunks, context, order)
+        # The last stage's buffer ends as the result. The others' holds what comes in until then.
+        buffer_RMBTD = jax.lax.dynamic_update_index_in_dim(
+            buffer_RMBTD, x_BTD.reshape(buffer_RMBTD[:, 0].shape), order.micro, axis=1
+        )
+        return (jax.lax.ppermute(x_BTD, axis, ring), buffer_RMBTD), None
+
+    with in_force(pipe.inner):
+        carry = (jnp.zeros_like(_take(x_RMBTD, 0)), x_RMBTD)
+        (_, out_RMBTD), _ = jax.lax.scan(tick, carry, _orders(stages, stage))
+    return jnp.where(stage == last, out_RMBTD, 0).reshape(x_SBTD.shape)
+
+
+class _Orders(NamedTuple):
+    """What a stage does in a tick, or, with a leading dim, in all of them.
+
+    Attributes:
+        enters: Whether its input comes from in front of the layers, not from another stage.
+        turn: Which of its chunks it runs.
+        micro: On which micro-batch.
+        layers: How many layers: those of the chunk, or 0 in an idle tick.
+    """
+
+    enters: jax.Array
+    turn: jax.Array
+    micro: jax.Array
+    layers: jax.Array
+
+
+def _orders(stages: Stages, stage: jax.Array) -> _Orders:
+    """The schedule of the module's docstring."""
+    num_stages, num_units = stages.num_stages, stages.num_rounds * stages.micro_batches
+    unit = jnp.arange(stages.num_ticks) - stage
+    real = (unit >= 0) & (unit < num_units)
+    unit = jnp.clip(unit, 0, num_units - 1)
+    group, place = jnp.divmod(unit, stages.num_rounds * num_stages)
+    turn = place // num_stages
+    layers = jnp.asarray(stages.layers)[turn, stage]
+    return _Orders(
+        enters=(stage == 0) & (turn == 0),
+        turn=turn,
+        micro=group * num_stages + unit % num_stages,
+        layers=jnp.where(real, layers, 0),
+    )
+
+
+def _chunk(
+    pipe: _Pipeline, x_BTD: jax.Array, chunks: PyTree, context: Context, order: _Orders
+) -> jax.Array:
+    """One micro-batch behind the layers that a stage runs in one tick."""
+    counts = sorted({count for around in pipe.stages.layers for count in around})
+
+    # Weights and context are cut out inside, so that every tick recomputes the cut and none keeps a
+    # copy.
+    @functools.partial(jax.checkpoint, policy=pipe.keep, prevent_cse=False)
+    def run(x_BTD: jax.Array, chunks: PyTree, context: Context, order: _Orders) -> jax.Array:
+        own = jax.tree.map(lambda c: _take(c, order.micro), dict(context))
+
+        def layer(x_BTD: jax.Array, row: PyTree) -> tuple[jax.Array, None]:
+            x_BTD = checkpoint_name(constrain(x_BTD, "residual"), LAYER_INPUT)
+            return constrain(pipe.layer(x_BTD, row, own), "residual"), None
+
+        # Branches, not masks: a stage with fewer layers, or without a micro-batch, is done earlier.
+        # Between two counts that occur a chunk has all layers or none, so one branch serves them.
+        # All devices of a stage take the same one, and their collectives meet.
+        for first, end in itertools.pairwise((0, *counts)):
+            rows = jax.tree.map(functools.partial(_rows, order.turn, first, end), chunks)
+            x_BTD = jax.lax.cond(
+                order.layers >= end,
+                lambda x_BTD, rows: jax.lax.scan(layer, x_BTD, rows)[0],
+                lambda x_BTD, _: x_BTD,
+                x_BTD,
+                rows,
+            )
+        return x_BTD
+
+    return run(x_BTD, chunks, context, order)
+
+
+def _rows(turn: jax.Array, first: int, end: int, w: jax.Array) -> jax.Array:
+    """Some layers of one chunk, of (rounds, layers, ...)."""
+    sizes = (1, end - first, *w.shape[2:])
+    return jax.lax.dynamic_slice(w, (turn, first, *[0] * (w.ndim - 2)), sizes)[0]
+
+
+def _take(x_RMB: jax.Array, micro: jax.Array | int) -> jax.Array:
+    """One micro-batch, (R x B, ...), replicas major; an index past the end takes the last one."""
+    x_RB = jax.lax.dynamic_index_in_dim(x_RMB, micro, 1, keepdims=False)
+    return x_RB.reshape(-1, *x_RB.shape[2:])

@@ -1,0 +1,46 @@
+"""The linear map and the token table of every family.
+
+Stage in: arrays. Stage out: arrays. What a compiled program says of them names the line that calls
+them, see `jaxtp.compile.hlo`.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxtp.activations.by_name import constrain
+
+
+class Linear(nnx.LinearGeneral):
+    """A linear map of the last dims whose sizes are those of its kernel.
+
+    So that it also runs on a part of its kernel and bias, where Flax's shapes the bias by what the
+    module was made with.
+    """
+
+    def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
+        """The product over the dims of `in_features`, in `dtype`, plus the bias."""
+        num_in = len(self.in_features)
+        inputs, kernel = inputs.astype(self.dtype), self.kernel[...].astype(self.dtype)
+        out = jnp.tensordot(inputs, kernel, axes=num_in)
+        if self.bias is None:
+            return out
+        bias = self.bias[...].astype(self.dtype)
+        return out + jnp.expand_dims(bias, range(out.ndim - bias.ndim))
+
+
+class TokenTable(nnx.Embed):
+    """The embedding of token ids; NaN for an id that no token has."""
+
+    def __call__(self, tokens_BT: jax.Array, out_sharding: Any = None) -> jax.Array:
+        """The residual stream in front of the first layer, (batch, tokens, hidden size)."""
+        table_VD = constrain(self.embedding[...].astype(self.dtype), "token_table")
+        x_BTD = jnp.take(table_VD, constrain(tokens_BT, "tokens"), axis=0, mode="clip")
+        # Whole before it is cut along the sequence: cut at once, the lookup is split over replicas
+        # and tokens together, and undoing that takes permutes. NaN comes after the cut: between the
+        # sum over devices and the cut it would keep them from becoming one reduce-scatter.
+        x_BTD = constrain(constrain(x_BTD, "block_input"), "residual")
+        is_known_BT = (tokens_BT >= 0) & (tokens_BT < self.num_embeddings)
+        return jnp.where(is_known_BT[:, :, None], x_BTD, jnp.nan)

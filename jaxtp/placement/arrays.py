@@ -1,0 +1,211 @@
+"""`shard` and `unshard`: trees onto a mesh and back.
+
+Stage in: any tree, a mesh, a plan or what `make_plan` needs. Stage out: the same tree, each array
+where the plan wants it; or on the host, as the model has it.
+
+Everything is checked before the first byte moves, and no array is ever put together on one device:
+a device receives its own slice of a host array, and arrays that lie on the mesh already are
+exchanged between devices by a compiled identity.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from numpy.typing import NDArray
+
+from jaxtp.errors import BadConfig, Problems, join
+from jaxtp.mesh.axes import MeshShape
+from jaxtp.mesh.build import abstract_mesh, auto_context, auto_mesh, plan_mesh
+from jaxtp.placement.train_state import Overrides, Slot, check, slots
+from jaxtp.plan.decisions import Plan
+from jaxtp.plan.stored_form import Padding, pad, read, stored_shape, unpad
+from jaxtp.plan.trees import PyTree, leaves, map_with_path, partition_spec, shape_dtype
+from jaxtp.rules.planner import make_plan
+
+
+def shard(
+    tree: PyTree,
+    mesh: Any,
+    *,
+    plan: Plan | None = None,
+    state_overrides: Overrides | None = None,
+    **options: Any,
+) -> PyTree:
+    """The same tree, with every array placed on the plan's own Auto mesh over the same devices.
+
+    Parameters lie where the plan puts them, in the form that it stores (`jaxtp.padding`); optimizer
+    state follows them (`jaxtp.state`); counters, keys and other small leaves are whole on every
+    device. Numbers become arrays. An array that already lies right on the mesh is not copied: as
+    with `jax.device_put`, both trees then share it, and donating one ends the other.
+
+    Args:
+        tree: A Linen dict (boxed or not), an `nnx.Module` or `nnx.State`, a `TrainState`, optax
+            state (give the plan of its parameters), or any tree of arrays, numbers and
+            `jax.ShapeDtypeStruct`. Structs come back as structs that carry shardings.
+        mesh: A jax Mesh, with Auto or Explicit axes. For structs also a shape, as in `make_plan`.
+        plan: Where parameters go; by default `make_plan(tree, mesh, **options)`.
+        state_overrides: Specs for leaves that cannot follow a parameter, by regular expression.
+        **options: Options of `make_plan`.
+
+    Raises:
+        BadConfig: TP020, if both `plan` and options for making one are given.
+        BadMesh: TP010, if arrays are to be placed on a mesh without devices.
+        JaxtpError: whatever `make_plan` and `jaxtp.state_specs` raise.
+    """
+    plan = plan_for(tree, mesh, plan, options)
+    found = slots(tree, plan, state_overrides)
+    is_abstract = all(isinstance(leaf, jax.ShapeDtypeStruct) for _, leaf in leaves(tree))
+    shapes_only = is_abstract and not isinstance(mesh, Mesh)
+    return place(
+        tree, found, abstract_mesh(plan.mesh) if shapes_only else plan_mesh(mesh, plan.mesh)
+    )
+
+
+def plan_for(tree: PyTree, mesh: Any, plan: Plan | None, options: Mapping[str, Any]) -> Plan:
+    """The given plan, or one made with these options.
+
+    Raises:
+        BadConfig: TP020, if there are both.
+    """
+    if plan is None:
+        return make_plan(tree, mesh, **options)
+    if options:
+        raise BadConfig(
+            f"a plan is given, so {join(options)} would have no effect",
+            fix="give these options to make_plan, or leave the plan out",
+        )
+    return plan
+
+
+def place(tree: PyTree, found: Mapping[str, Slot], mesh: Mesh | AbstractMesh) -> PyTree:
+    """`tree` with every leaf in its slot of `mesh`; the slots are known to be legal."""
+
+    def placed(path: str, leaf: Any) -> Any:
+        slot = found[path]
+        return put(leaf, NamedSharding(mesh, partition_spec(slot.spec)), slot.padding)
+
+    with auto_context():
+        return map_with_path(placed, tree)
+
+
+def put(leaf: Any, sharding: NamedSharding, padding: Padding = ()) -> Any:
+    """One leaf in its place and in its stored form.
+
+    What lies in its place already has its stored form; see `pad` for the others.
+    """
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf.update(shape=stored_shape(leaf.shape, padding), sharding=sharding)
+    # What one process has alone, it takes its devices' slices of, as of a host array.
+    same_reach = getattr(leaf, "is_fully_addressable", None) == sharding.is_fully_addressable
+    if isinstance(leaf, jax.Array) and same_reach:
+        return _move(leaf, sharding, padding)
+    host = np.asarray(leaf)
+    host = host.astype(jax.dtypes.canonicalize_dtype(host.dtype), copy=False)
+    # Always a copy: JAX on CPU may use the caller's memory as device memory.
+    return jax.make_array_from_callback(
+        stored_shape(host.shape, padding),
+        sharding,
+        lambda index: read(host, padding, index or ()),
+    )
+
+
+def shard_batch(batch: PyTree, mesh: Any, *, axis_names: Mapping[str, str] | None = None) -> PyTree:
+    """The batch with dim 0 of every array split over dp and fsdp, and never over tp.
+
+    All devices of a tensor-parallel group work on the same tokens. Scalars are copied everywhere.
+
+    Args:
+        batch: Any tree of arrays `(batch, ...)`, numbers or structs; the same global batch in every
+            process. What is placed already, e.g. by `jax.make_array_from_process_local_data`,
+            stays as it is.
+        mesh: A jax Mesh; a shape will do for structs.
+        axis_names: What jaxtp calls an axis -> what the mesh calls it, e.g. `{"dp": "data"}`.
+
+    Raises:
+        SizeMismatch: TP003, if a batch size does not divide over the batch axes.
+        NoTensorAxis: TP013, if the mesh has no tensor axis under its own or the given name.
+    """
+    shape = MeshShape.of(mesh, axis_names)
+    concrete = auto_mesh(mesh) if isinstance(mesh, Mesh) else abstract_mesh(shape)
+    return place(batch, batch_slots(batch, shape), concrete)
+
+
+def batch_slots(batch: PyTree, shape: MeshShape) -> dict[str, Slot]:
+    """The checked slot of every array of a batch, by path; see `shard_batch`."""
+    found: dict[str, Slot] = {}
+    problems = Problems()
+    for path, leaf in leaves(batch):
+        dims, _ = shape_dtype(leaf, path)
+        found[path] = Slot(dims, ((shape.batch,) + ((),) * len(dims))[: len(dims)])
+        for problem in check(path or "batch", found[path], shape):
+            problems.add(problem)
+    problems.raise_any()
+    return found
+
+
+def unshard(tree: PyTree, plan: Plan | None = None) -> PyTree:
+    """The same tree on the host: NumPy arrays of the model's own shapes, boxes and modules kept.
+
+    Typed random keys stay JAX arrays. With several processes every process gets the whole tree; one
+    array at a time is then whole on every device.
+
+    Args:
+        tree: Arrays placed by `shard`, or any arrays.
+        plan: The plan they were placed by; needed where it stores anything in another form: a
+            padded vocabulary, uneven pipeline stages, stages in several rounds.
+
+    Raises:
+        PlanMismatch: TP045, if `tree` and `plan` are about different parameters.
+    """
+    padding = {} if plan is None else {p: slot.padding for p, slot in slots(tree, plan).items()}
+
+    def fetch(path: str, leaf: Any) -> Any:
+        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            data = _fetch(jax.random.key_data(leaf))
+            return jax.random.wrap_key_data(jnp.asarray(data), impl=jax.random.key_impl(leaf))
+        return unpad(_fetch(leaf), padding.get(path, ()))
+
+    with auto_context():
+        return map_with_path(fetch, tree)
+
+
+def _fetch(leaf: Any) -> NDArray[Any]:
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        return np.asarray(multihost_utils.process_allgather(leaf, tiled=True))
+    # A copy: on CPU the array would be a view of device memory that the next step donates.
+    return np.array(leaf)
+
+
+def _move(x: jax.Array, sharding: NamedSharding, padding: Padding) -> jax.Array:
+    """An array that lies on devices, moved to others or cut differently."""
+    source, stored = x.sharding, stored_shape(x.shape, padding)
+    if isinstance(source, NamedSharding) and _order(source.mesh) == _order(sharding.mesh):
+        # No copy: only the axes' types change, which an Explicit mesh would carry into the jit.
+        x = jax.device_put(x, NamedSharding(auto_mesh(source.mesh), source.spec))
+        if x.shape == stored and x.sharding.is_equivalent_to(sharding, x.ndim):
+            return jax.device_put(x, sharding)
+        return _exchange(sharding, padding)(x)
+    # Where source and target meet, device_put shares memory; a copy makes the result free to be
+    # donated.
+    padded = pad(x, padding)
+    return jax.device_put(jnp.copy(x) if padded is x else padded, sharding)
+
+
+@functools.cache
+def _exchange(sharding: NamedSharding, padding: Padding) -> Callable[[jax.Array], jax.Array]:
+    """A compiled identity: devices send each other the slices they lack.
+
+    `jax.device_put` would put the array together in host memory wherever the slices differ.
+    """
+    return jax.jit(lambda x: pad(x, padding), out_shardings=sharding)
+
+
+def _order(mesh: Mesh | AbstractMesh) -> list[int]:
+    """Devices in the order in which the mesh counts them."""
+    return [d.id for d in mesh.devices.flat] if isinstance(mesh, Mesh) else []

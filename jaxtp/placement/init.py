@@ -1,0 +1,164 @@
+"""Train states that are born where they belong.
+
+Stage in: a function that makes parameters, or placed parameters; an optimizer. Stage out: a train
+state whose arrays lie on the mesh, none of which was ever whole on one device.
+
+`jax.jit(tx.init)` alone puts Adam's moments on the first device: they are zeros, and depend on no
+argument that could tell XLA where to put them. The compiled functions here say where.
+"""
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxtp.mesh.axes import MeshShape
+from jaxtp.mesh.build import auto_context, auto_mesh, plan_mesh
+from jaxtp.placement.arrays import place, plan_for
+from jaxtp.placement.train_state import Overrides, Slot, array_slots, follow, plan_slots, slots
+from jaxtp.plan.decisions import Plan
+from jaxtp.plan.stored_form import pad
+from jaxtp.plan.trees import PyTree, as_pytree, leaves, partition_spec
+
+if TYPE_CHECKING:
+    from optax import GradientTransformation
+
+
+def init_sharded(
+    init_fn: Callable[[], PyTree],
+    tx: "GradientTransformation | None",
+    mesh: Mesh,
+    *,
+    plan: Plan | None = None,
+    state_overrides: Overrides | None = None,
+    **options: Any,
+) -> PyTree:
+    """The train state that `init_fn` and `tx` describe, computed in place.
+
+    `init_fn` is traced for shapes, planned, and compiled with the plan's shardings as outputs. The
+    numbers are those that it gives on one device.
+
+    Args:
+        init_fn: Makes the parameters; what it needs (model, key, example input) it closes over.
+        tx: The optimizer; None if `init_fn` returns a whole train state.
+        mesh: A jax Mesh.
+        plan: Where parameters go; by default `make_plan(parameters, mesh, **options)`.
+        state_overrides: Specs for leaves that cannot follow a parameter, by regular expression.
+        **options: Options of `make_plan`.
+
+    Returns:
+        `(module, nnx.Optimizer)` if `init_fn` returns an `nnx.Module`; a Flax `TrainState` without
+        `apply_fn` if it returns another tree of parameters. Without `tx`, what `init_fn` returns,
+        e.g. `TrainState.create(...)`.
+
+    Raises:
+        JaxtpError: whatever `jaxtp.shard` raises.
+    """
+    with auto_context(mesh):
+        shapes = _shapes(init_fn)
+        plan = plan_for(shapes, mesh, plan, options)
+        target = plan_mesh(mesh, plan.mesh)
+        found = slots(shapes, plan, None if tx is not None else state_overrides)
+        params = _compute(init_fn, shapes, found, target)
+        if tx is None:
+            return params
+        optimizer = init_optimizer(tx, params, plan=plan, state_overrides=state_overrides)
+        if _is_module(params):
+            return params, optimizer
+        from flax.training.train_state import TrainState
+
+        step = jax.device_put(np.int32(0), NamedSharding(target, PartitionSpec()))
+        return TrainState(
+            step=step, apply_fn=cast("Any", None), params=params, tx=tx, opt_state=optimizer
+        )
+
+
+def init_optimizer(
+    tx: "GradientTransformation",
+    params: PyTree,
+    *,
+    plan: Plan | None = None,
+    state_overrides: Overrides | None = None,
+) -> PyTree:
+    """The optimizer's state for placed parameters, every moment where its parameter lies.
+
+    Args:
+        tx: The optimizer.
+        params: Parameters from `jaxtp.shard` or `jaxtp.init_sharded`; their arrays say where.
+        plan: Their plan, if ZeRO cuts the optimizer's state further than the parameters.
+        state_overrides: Specs for leaves that cannot follow a parameter, by regular expression.
+
+    Returns:
+        `nnx.Optimizer(params, tx, wrt=nnx.Param)` for an `nnx.Module`, else `tx.init(params)`.
+
+    Raises:
+        StateNotPlaced: TP070, if a parameter is not on a mesh, or as in `jaxtp.state_specs`.
+        BadMesh: TP010, if the parameters lie on several meshes.
+    """
+    found, mesh = array_slots(params)
+    with auto_context(mesh):
+        plain, rebuild = as_pytree(place(params, found, auto_mesh(mesh)))
+
+        def make(plain: PyTree) -> PyTree:
+            return _optimizer(tx, rebuild(plain))
+
+        shapes = _shapes(make, plain)
+        shape = MeshShape(tuple(mesh.shape.items()))
+        moments = None
+        if plan is not None:  # it follows parameters that are in their stored form already
+            kept = plan_slots(plan, state=True)
+            moments = {path: slot.as_stored() for path, slot in kept.items()}
+        placed = follow(shapes, found, shape, state_overrides, moments=moments)
+        return _compute(make, shapes, placed, auto_mesh(mesh), plain)
+
+
+def _optimizer(tx: "GradientTransformation", params: PyTree) -> PyTree:
+    if _is_module(params):
+        nnx = sys.modules["flax.nnx"]
+        return nnx.Optimizer(params, tx, wrt=nnx.Param)
+    return tx.init(params)
+
+
+def _is_module(params: PyTree) -> bool:
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(params, nnx.Module)
+
+
+def _shapes(make: Callable[..., PyTree], *args: PyTree) -> PyTree:
+    """What `make(*args)` returns, with a struct for every array; nothing is computed."""
+    rebuilds: list[Callable[[PyTree], PyTree]] = []
+
+    def plain(*args: PyTree) -> PyTree:
+        tree, rebuild = as_pytree(make(*args))
+        rebuilds.append(rebuild)
+        return tree
+
+    shapes = jax.eval_shape(plain, *args)
+    return rebuilds[-1](shapes)
+
+
+def _compute(
+    make: Callable[..., PyTree],
+    shapes: PyTree,
+    found: Mapping[str, Slot],
+    mesh: Mesh,
+    *args: PyTree,
+) -> PyTree:
+    """`make(*args)` in stored form, by one compiled function that leaves every array in its slot.
+
+    Only leaves leave the function: a `TrainState` carries its optimizer's functions in its
+    structure, and those of a second trace are others than those of the first.
+    """
+
+    def flat(*args: PyTree) -> list[jax.Array]:
+        return [pad(leaf, found[path].padding) for path, leaf in leaves(make(*args))]
+
+    like, rebuild = as_pytree(shapes)
+    shardings = [
+        NamedSharding(mesh, partition_spec(found[path].spec)) for path, _ in leaves(shapes)
+    ]
+    arrays = jax.jit(flat, out_shardings=shardings)(*args)
+    return rebuild(jax.tree.unflatten(jax.tree.structure(like), arrays))

@@ -1,0 +1,279 @@
+"""A plan: every decision about every parameter, as data.
+
+Stage in: decisions from the planner, or JSON. Stage out: text, JSON, PartitionSpecs, differences.
+No device is touched; a plan for 16,384 GPUs is as ordinary as one for a laptop.
+"""
+
+import dataclasses
+import functools
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from jaxtp.errors import PlanMismatch
+from jaxtp.mesh.axes import MeshShape
+from jaxtp.plan.stages import Stages
+from jaxtp.plan.stored_form import Blocks, Padding, stored_shape
+from jaxtp.plan.trees import PyTree, Spec, itemsize, map_with_path, partition_spec, spec_text
+
+FORMAT = 1
+"""Version of the JSON form; readers refuse newer ones."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ParamDecision:
+    """What happens to one parameter, and why.
+
+    Attributes:
+        path: "/"-joined path from the root of the tree.
+        shape: Global shape in elements, as the model has it; `len(shape) == len(spec)`.
+        dtype: NumPy name of the dtype.
+        spec: Mesh axes per dim, `()` meaning "not split".
+        role: What the parameter does: column, row, vocab, expert, norm, ...
+        reasons: Evidence, strongest last; the last one explains the final spec.
+        units: Indivisible pieces of the dim on the tensor axis, major to minor, or `()`.
+        group: Parameters with the same group were decided together; "" if alone.
+        fallback: Why the split is narrower than the tensor axis, with its price; "" if it is not.
+        padding: Dims that are stored in another form than the model has: a padded vocabulary,
+            layers dealt out to pipeline stages.
+        state_spec: Mesh axes per dim of what the optimizer keeps of it, and from ZeRO stage 2 on of
+            its gradient; `()` where these lie like the parameter.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    spec: Spec
+    role: str
+    reasons: tuple[str, ...]
+    units: tuple[int, ...] = ()
+    group: str = ""
+    fallback: str = ""
+    padding: Padding = ()
+    state_spec: Spec = ()
+
+    def revise(self, spec: Spec, reason: str, **changes: Any) -> "ParamDecision":
+        """The same decision with another spec, and the reason for it."""
+        return dataclasses.replace(self, spec=spec, reasons=(*self.reasons, reason), **changes)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole array, global, without padding."""
+        return math.prod(self.shape) * itemsize(self.dtype)
+
+    @property
+    def partition_spec(self) -> PartitionSpec:
+        """The spec as JAX spells it."""
+        return partition_spec(self.spec)
+
+    def dim_on(self, axes: Sequence[str]) -> int | None:
+        """The dim that any of `axes` cuts, or None."""
+        return next((d for d, used in enumerate(self.spec) if set(used) & set(axes)), None)
+
+    @property
+    def stored(self) -> tuple[int, ...]:
+        """Global shape of the placed array in elements, padding included."""
+        return stored_shape(self.shape, self.padding)
+
+    def bytes_per_device(self, mesh: MeshShape) -> int:
+        """Bytes that one device holds of this array, padding included."""
+        stored = math.prod(self.stored) * itemsize(self.dtype)
+        return stored // math.prod(mesh.ways(axes) for axes in self.spec)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """All decisions for one tree on one mesh shape. Frozen, comparable, JSON round-trip.
+
+    Attributes:
+        mesh: The plan's own mesh shape; its tensor axis may be factored (`tp_0`, `tp_1`).
+        decisions: One per leaf, in the tree's order.
+        policy: What happened to units that do not divide: "factor", "replicate" or "error".
+        sequence_parallel: Whether the residual stream is split along the sequence.
+        overlap: How hard to hide communication: "off", "auto", or "aggressive", which interleaves
+            two halves of the batch (`jaxtp.overlap`) and wants the compile options of that name.
+        zero: What the fsdp axis cuts: 1 optimizer state, 2 also gradients, 3 also parameters.
+        stages: How stacked layers are dealt out along the pp axis; None without one.
+        notes: Sentences about the plan as a whole.
+    """
+
+    mesh: MeshShape
+    decisions: tuple[ParamDecision, ...]
+    policy: str = "factor"
+    sequence_parallel: bool = False
+    overlap: str = "auto"
+    zero: int = 0
+    stages: Stages | None = None
+    notes: tuple[str, ...] = ()
+
+    @functools.cached_property
+    def params(self) -> Mapping[str, ParamDecision]:
+        """Decisions by path."""
+        return {d.path: d for d in self.decisions}
+
+    def __getitem__(self, path: str) -> ParamDecision:
+        """The decision for one path.
+
+        Raises:
+            PlanMismatch: TP045, if the plan has no such path.
+        """
+        if path not in self.params:
+            raise PlanMismatch(
+                f"the plan has no parameter {path!r}",
+                where=path,
+                fix=f"paths look like {self.decisions[0].path!r}",
+            )
+        return self.params[path]
+
+    def axes_for(self, units: Sequence[int]) -> tuple[str, ...]:
+        """Tensor axes that an activation dim with these units is split over, as for parameters."""
+        axes = self.mesh.fit(units)
+        return axes if self.policy == "factor" or axes == self.mesh.tp else ()
+
+    def specs(self) -> dict[str, PartitionSpec]:
+        """PartitionSpec by path."""
+        return {d.path: d.partition_spec for d in self.decisions}
+
+    def partition_specs(self, tree: PyTree) -> PyTree:
+        """A tree of PartitionSpecs with the structure of `tree`.
+
+        Raises:
+            PlanMismatch: TP045, if `tree` has a path that the plan does not have.
+        """
+        return map_with_path(lambda path, _: self[path].partition_spec, tree)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all parameters, global."""
+        return sum(d.num_bytes for d in self.decisions)
+
+    @property
+    def bytes_per_device(self) -> int:
+        """Bytes of parameters that each device holds."""
+        return sum(d.bytes_per_device(self.mesh) for d in self.decisions)
+
+    @property
+    def fallbacks(self) -> tuple[ParamDecision, ...]:
+        """Decisions that are narrower than the tensor axis."""
+        return tuple(d for d in self.decisions if d.fallback)
+
+    def explain(self, path: str) -> str:
+        """All that is known about one parameter, over several lines.
+
+        Raises:
+            PlanMismatch: TP045, if the plan has no such path.
+        """
+        d = self[path]
+        lines = [
+            f"{d.path}  {d.dtype}{list(d.shape)}",
+            f"  spec     {spec_text(d.spec)} on {self.mesh}",
+            *([f"  state    {spec_text(d.state_spec)}"] if d.state_spec else []),
+            *([f"  stored   {list(d.stored)}, zeros between"] if d.stored != d.shape else []),
+            f"  role     {d.role}" + (f", decided with group {d.group!r}" if d.group else ""),
+            f"  bytes    {d.num_bytes:,} in all, {d.bytes_per_device(self.mesh):,} per device",
+            *(f"  because  {reason}" for reason in d.reasons),
+        ]
+        if d.fallback:
+            lines.append(f"  fallback {d.fallback}")
+        return "\n".join(lines)
+
+    def diff(self, other: "Plan") -> str:
+        """Lines on what `other` does differently, "" when the specs are equal."""
+        lines = [] if self.mesh == other.mesh else [f"mesh: {self.mesh} -> {other.mesh}"]
+        for path in dict.fromkeys((*self.params, *other.params)):
+            a, b = self.params.get(path), other.params.get(path)
+            before = "absent" if a is None else spec_text(a.spec)
+            after = "absent" if b is None else spec_text(b.spec)
+            if before != after:
+                why = "" if b is None else f"  ({b.reasons[-1]})"
+                lines.append(f"{path}: {before} -> {after}{why}")
+        return "\n".join(lines)
+
+    def rows(self) -> Iterator[tuple[str, int, ParamDecision]]:
+        """`(path with repeated layers folded, how many, one of them)`, in the tree's order."""
+        folded: dict[tuple[object, ...], list[ParamDecision]] = {}
+        for d in self.decisions:
+            specs = (d.spec, d.state_spec)
+            key = (re.sub(r"\d+", "*", d.path), d.shape, d.dtype, specs, d.role, d.fallback)
+            folded.setdefault(key, []).append(d)
+        for (wild, *_), members in folded.items():
+            yield (str(wild) if len(members) > 1 else members[0].path), len(members), members[0]
+
+    def __str__(self) -> str:
+        """One line per parameter (repeated layers folded): spec, role, reason, bytes per device."""
+        rows = [("parameter", "shape", "spec", "role", "MB/device", "reason")]
+        for path, count, d in self.rows():
+            size = d.bytes_per_device(self.mesh) * count / 1e6
+            name = path if count == 1 else f"{path} (x{count})"
+            reason = d.fallback or d.reasons[-1]
+            shape = "x".join(map(str, d.shape)) or "scalar"
+            rows.append((name, shape, spec_text(d.spec), d.role, f"{size:,.3f}", reason))
+        widths = [max(len(r[i]) for r in rows) for i in range(5)]
+        lines = [
+            "  ".join((*(c.ljust(w) for c, w in zip(r[:5], widths, strict=True)), r[5])).rstrip()
+            for r in rows
+        ]
+        total = (
+            f"{self.bytes_per_device / 1e6:,.1f} MB per device of {self.num_bytes / 1e6:,.1f} MB"
+        )
+        head = f"plan for {self.mesh}: {len(self.decisions)} parameters, {total}"
+        stages = [f"stages: {self.stages}"] if self.stages else []
+        return "\n".join((head, *stages, *(f"note: {n}" for n in self.notes), *lines))
+
+    def to_json(self) -> str:
+        """The whole plan as JSON text, stable between runs."""
+        data = dataclasses.asdict(self)
+        data["mesh"]["sizes"] = [list(s) for s in self.mesh.sizes]
+        return json.dumps({"format": FORMAT, **data}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Plan":
+        """The plan that `to_json` wrote.
+
+        Raises:
+            PlanMismatch: TP045, if the text is not a plan or comes from a newer jaxtp.
+        """
+        try:
+            data = json.loads(text)
+            if data.pop("format") > FORMAT:
+                raise PlanMismatch(
+                    "the plan was written by a newer jaxtp",
+                    fix="upgrade jaxtp, or make the plan again",
+                )
+            mesh = data.pop("mesh")
+            mesh["sizes"] = tuple((str(n), int(s)) for n, s in mesh["sizes"])
+            mesh["tp"] = tuple(mesh["tp"])
+            decisions = tuple(_decision(d) for d in data.pop("decisions"))
+            stages = data.pop("stages", None)
+            return cls(
+                mesh=MeshShape(**mesh),
+                decisions=decisions,
+                stages=stages and _stages(**stages),
+                notes=tuple(data.pop("notes")),
+                **data,
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as err:
+            if isinstance(err, PlanMismatch):
+                raise
+            raise PlanMismatch(
+                f"not the JSON of a plan: {err!r}", fix="read a file written by plan.to_json()"
+            ) from None
+
+
+def _stages(layers: list[list[int]], micro_batches: int) -> Stages:
+    return Stages(layers=tuple(map(tuple, layers)), micro_batches=micro_batches)
+
+
+def _decision(data: dict[str, Any]) -> ParamDecision:
+    specs = {k: tuple(map(tuple, data.pop(k, ()))) for k in ("spec", "state_spec")}
+    tuples = {k: tuple(data.pop(k)) for k in ("shape", "reasons", "units")}
+    padding = tuple(_blocks(**blocks) for blocks in data.pop("padding"))
+    return ParamDecision(**specs, **tuples, padding=padding, **data)
+
+
+def _blocks(dim: int, pieces: list[tuple[int, int]], block: int) -> Blocks:
+    return Blocks(dim=dim, pieces=tuple((first, count) for first, count in pieces), block=block)

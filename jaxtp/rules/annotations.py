@@ -1,0 +1,131 @@
+"""Evidence that somebody wrote down: overrides, and annotations already on the tree.
+
+Stage in: `{regex: PartitionSpec}`, or `Param.annotation`. Stage out: votes that outrank all others.
+"""
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from jaxtp.errors import BadSpec, ConflictingDecisions, Problems, UnusedOverride, join
+from jaxtp.mesh.axes import MeshShape
+from jaxtp.plan.trees import Param, Spec, canonical, spec_text
+from jaxtp.rules.roles import Placement, Role, Source, Vote
+
+# Logical axis names of t5x, MaxText and the Flax guides -> role of the dim that carries them. A
+# name that is not here says nothing about the tensor axis ("embed", "kv" = head_dim, "layers").
+LOGICAL: dict[str, Role] = {
+    "mlp": Role.COLUMN,
+    "hidden": Role.COLUMN,
+    "heads": Role.COLUMN,
+    "q_heads": Role.COLUMN,
+    "kv_heads": Role.COLUMN,
+    "vocab": Role.VOCAB,
+    "expert": Role.EXPERT,
+    "experts": Role.EXPERT,
+    "exp": Role.EXPERT,
+}
+
+
+def override_votes(
+    params: Mapping[str, Param], mesh: MeshShape, overrides: Mapping[str, Any]
+) -> list[Vote]:
+    """One vote per parameter that an override matches.
+
+    Args:
+        params: The tree.
+        mesh: For the axes that a spec may use; the tensor axis' own name means all its factors.
+        overrides: Regular expression searched in the path -> PartitionSpec; `P()` keeps it whole.
+
+    Raises:
+        UnusedOverride: TP040, if a pattern matches nothing.
+        ConflictingDecisions: TP001, if two patterns give one parameter different specs.
+        BadSpec: TP044, if a pattern is no regular expression or a spec does not suit the array.
+    """
+    problems = Problems()
+    chosen: dict[str, tuple[str, Spec]] = {}
+    for pattern, spec in overrides.items():
+        try:
+            matched = [p for p in params if re.search(pattern, p)]
+        except re.error as err:
+            problems.add(BadSpec(f"{pattern!r}: {err}", fix="patterns are regular expressions"))
+            continue
+        if not matched:
+            near = difflib.get_close_matches(pattern, params, n=3, cutoff=0.3) or list(params)[:3]
+            problems.add(
+                UnusedOverride(
+                    f"override {pattern!r} matches none of {len(params)} parameters",
+                    fix=f"close paths: {join(near)}",
+                )
+            )
+        for path in matched:
+            try:
+                wanted = _checked(spec, params[path], mesh)
+            except BadSpec as err:
+                problems.add(err)
+                continue
+            before = chosen.setdefault(path, (pattern, wanted))
+            if before[1] != wanted:
+                problems.add(
+                    ConflictingDecisions(
+                        f"override {before[0]!r} says {spec_text(before[1])}, "
+                        f"override {pattern!r} says {spec_text(wanted)}",
+                        where=path,
+                        fix="make the patterns exclude each other, or drop one",
+                    )
+                )
+    problems.raise_any()
+    return [
+        Vote(path, Source.OVERRIDE, Role.GIVEN, f"override {pattern!r}", spec=spec)
+        for path, (pattern, spec) in chosen.items()
+    ]
+
+
+def _checked(spec: Any, param: Param, mesh: MeshShape) -> Spec:
+    dims = canonical(spec, len(param.shape), param.path)
+    used = {axis for axes in dims for axis in axes}
+    if unknown := sorted(used - set(mesh.names) - {mesh.tp_name}):
+        raise BadSpec(
+            f"the spec uses {join(unknown)}, which this mesh does not have",
+            where=param.path,
+            fix=f"axes of the mesh: {join(mesh.names)}",
+        )
+    return dims
+
+
+def annotation_votes(params: Mapping[str, Param], mesh: MeshShape) -> Iterator[Vote]:
+    """Votes from names that the model's author put on dims.
+
+    Names of mesh axes are taken as they are. Logical names say what the dim is, and jaxtp places
+    it. Names that are neither say nothing.
+    """
+    axes = {*mesh.names, mesh.tp_name}
+    for param in params.values():
+        if param.annotation is None:
+            continue
+        named = [(n,) if isinstance(n, str) else tuple(n or ()) for n in param.annotation]
+        named += [()] * (len(param.shape) - len(named))
+        physical = tuple(tuple(n for n in names if n in axes) for names in named)
+        text = f"annotated {param.annotation}"
+        if any(physical):
+            yield _physical_vote(param, physical, text, mesh)
+            continue
+        logical = [(d, LOGICAL[n]) for d, names in enumerate(named) for n in names if n in LOGICAL]
+        if logical:
+            # One dim per array goes on the tensor axis: experts before the width inside an expert.
+            dim, role = max(logical, key=lambda item: item[1] is Role.EXPERT)
+            units = (param.shape[dim],)
+            yield Vote(param.path, Source.ANNOTATION, role, text, (Placement(dim, units),))
+
+
+def _physical_vote(param: Param, spec: Spec, text: str, mesh: MeshShape) -> Vote:
+    on_tensor = [d for d, axes in enumerate(spec) if mesh.tp_name in axes]
+    if len(on_tensor) == 1 and sum(map(len, spec)) == 1:
+        # Only the tensor axis: what does not divide on this mesh may still be fitted.
+        (dim,) = on_tensor
+        placement = Placement(dim, (param.shape[dim],))
+        return Vote(param.path, Source.ANNOTATION, Role.GIVEN, text, (placement,))
+    return Vote(
+        param.path, Source.ANNOTATION, Role.GIVEN, text, spec=canonical(spec, len(spec), param.path)
+    )

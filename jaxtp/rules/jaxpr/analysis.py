@@ -1,0 +1,250 @@
+"""A traced function -> what its dataflow says about its parameters and activations.
+
+Stage in: a function, a tree of parameters, example inputs; shapes are enough. Stage out:
+`Analysis`. No parameter name is read: paths are carried along to label the findings.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage] (0.12: Jaxpr)
+
+from jaxtp.plan import trees
+from jaxtp.rules.jaxpr import control
+from jaxtp.rules.jaxpr.classes import Atom, Dim, classes_in, resolve
+from jaxtp.rules.jaxpr.evidence import Evidence
+from jaxtp.rules.jaxpr.handlers import HANDLERS, SIGNATURES, VIEWS
+from jaxtp.rules.jaxpr.records import Finding, Opaque
+from jaxtp.rules.jaxpr.regions import Regions
+from jaxtp.rules.jaxpr.report import Reporter
+from jaxtp.rules.jaxpr.walk import Index, Kind, Scope, Value, Walk, is_integer, where
+
+MIN_VOCAB = 1024
+"""Rows below which a vocabulary is not worth an all-reduce: a price, not a fact."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DimClass:
+    """What one dim of an activation is.
+
+    Attributes:
+        kind: "feature" of the residual stream, "position" on it (batch and sequence), "region"
+            (split like the parameters of `group`), or "" for anything else.
+        group: The group's id for a region.
+        units: As in `Option`: what may be separated, major to minor.
+        classes: As in `Option`.
+        pieces: As in `Option`.
+    """
+
+    kind: str
+    group: str = ""
+    units: tuple[int, ...] = ()
+    classes: tuple[int, ...] = ()
+    pieces: tuple[tuple[int, int], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ClassInfo:
+    """One dimension class, for people and tests.
+
+    Attributes:
+        number: As in `Option.classes`.
+        size: Elements.
+        kind: "inner", "expert", "vocab", "small" (a vocabulary too small to split), "stream", or
+            "".
+        members: "path[dim]" of every parameter dim that it is a factor of.
+        produced: Parameters whose products have it as a free output.
+        contracted: Parameters whose products sum over it.
+        cuts: (start, stop) pieces seen, in elements.
+        origin: The line that split it off a larger dim, "" if none did.
+        reasons: Why it cannot be split.
+    """
+
+    number: int
+    size: int
+    kind: str
+    members: tuple[str, ...]
+    produced: tuple[str, ...]
+    contracted: tuple[str, ...]
+    cuts: tuple[tuple[int, int], ...]
+    origin: str
+    reasons: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Analysis:
+    """What the dataflow of one call says.
+
+    Attributes:
+        findings: Parameter path -> finding, for the parameters that the call reaches.
+        unreached: Parameters that no equation consumes: nothing can be said about them.
+        opaque: Primitives that gave no information, in program order.
+        groups: Group id -> paths that are decided together.
+        scope: The jaxpr as it was read, with the value of every variable; see `dim_classes`.
+    """
+
+    findings: dict[str, Finding]
+    unreached: tuple[str, ...]
+    opaque: tuple[Opaque, ...]
+    groups: dict[str, tuple[str, ...]]
+    scope: Scope = dataclasses.field(repr=False)
+    _regions: Regions = dataclasses.field(repr=False)
+
+    def dim_classes(self, value: Value) -> tuple[DimClass, ...]:
+        """What each dim of a value in `scope` is."""
+        return tuple(map(self.dim_class, value.dims))
+
+    def dim_class(self, dim: Dim) -> DimClass:
+        """What one dim is; facts such as `Value.product` hold dims too."""
+        regions, evidence = self._regions, self._regions.evidence
+        parts = regions.parts(dim)
+        option = regions.option(0, parts)
+        if option and all(part.lead[0] in regions.split for part in parts):
+            group = regions.split[parts[0].lead[0]].name
+            return DimClass("region", group, option.units, option.classes, option.pieces)
+        atoms = resolve(dim)
+        if atoms and atoms[0] in evidence.streams:
+            known = evidence.known.get(atoms[0])
+            is_feature = known is not None and bool(known.produced or known.contracted)
+            return DimClass("feature" if is_feature else "position")
+        return DimClass("")
+
+    def classes(self) -> tuple[ClassInfo, ...]:
+        """Every class that a fact speaks about, in program order."""
+        evidence = self._regions.evidence
+        members: dict[Atom, list[str]] = {}
+        for path, dims in evidence.params.items():
+            for axis, dim in enumerate(dims):
+                for atom in classes_in((dim,)):
+                    members.setdefault(atom, []).append(f"{path}[{axis}]")
+        return tuple(
+            ClassInfo(
+                number=self._regions.number[atom],
+                size=atom.size,
+                kind="stream" if atom in evidence.streams else evidence.kind(atom),
+                members=tuple(members.get(atom, ())),
+                produced=tuple(dict.fromkeys(fact.path for fact in known.produced)),
+                contracted=tuple(dict.fromkeys(fact.path for fact in known.contracted)),
+                cuts=tuple(sorted(atom.cuts)),
+                origin="" if atom.origin is None else where(atom.origin),
+                reasons=tuple(dict.fromkeys(known.whole + known.needed)),
+            )
+            for atom, known in evidence.known.items()
+        )
+
+    def __str__(self) -> str:
+        """One line per parameter, then what could not be read."""
+        lines = [_line(finding) for finding in self.findings.values()]
+        lines += [f"{path}: not reached by the traced call" for path in self.unreached]
+        lines += [f"{o.primitive}: {o.reason} {o.where}".rstrip() for o in self.opaque]
+        return "\n".join(lines)
+
+
+def _line(finding: Finding) -> str:
+    place = (
+        "whole" if finding.dim is None else f"dim {finding.dim} in {finding.units} {finding.group}"
+    )
+    return f"{finding.path}: {finding.role}, {place}: " + "; ".join(finding.reasons)
+
+
+def analyse(
+    fn: Callable[..., Any],
+    params: Any,
+    *inputs: Any,
+    min_vocab: int = MIN_VOCAB,
+    signatures: Mapping[str, str] | None = None,
+) -> Analysis:
+    """Reads a model's dimensions from the program that `fn(params, *inputs)` is.
+
+    Traces abstractly, so arrays and `jax.ShapeDtypeStruct` do equally. Trace the forward function:
+    in a gradient every class is both produced and contracted.
+
+    Args:
+        fn: A pure function of the parameters and the inputs.
+        params: The parameters: any tree that `jaxtp.trees` reads, an `nnx.Module` included.
+        inputs: Trees of arrays or structs. Integer arrays that index a table make it a token table.
+        min_vocab: Rows from which a vocabulary is split.
+        signatures: More attention kernels for `handlers.SIGNATURES`, by primitive or kernel name.
+
+    Raises:
+        BadTree: TP046, if `params` is no tree of arrays.
+    """
+    plain, rebuild = trees.as_pytree(params)
+
+    def arrays(tree: Any, *args: Any) -> list[Any]:
+        return [x for x in jax.tree.leaves(fn(rebuild(tree), *args)) if hasattr(x, "dtype")]
+
+    closed = _trace(arrays, plain, *inputs)
+    paths = [path for path, _ in trees.leaves(plain)]
+    return analyse_jaxpr(closed, paths, min_vocab=min_vocab, signatures=signatures)
+
+
+def analyse_jaxpr(
+    closed: ClosedJaxpr,
+    paths: Sequence[str],
+    *,
+    min_vocab: int = MIN_VOCAB,
+    signatures: Mapping[str, str] | None = None,
+) -> Analysis:
+    """The same for a function that is already traced.
+
+    Args:
+        closed: The jaxpr; its first inputs are the parameters, in the order of `paths`.
+        paths: Labels of the parameters.
+        min_vocab: See `analyse`.
+        signatures: See `analyse`.
+    """
+    walk = Walk(HANDLERS, control.default, VIEWS, {**SIGNATURES, **(signatures or {})})
+    values: list[Value] = []
+    for path, var in itertools.zip_longest(paths, closed.jaxpr.invars):
+        is_index = path is None and is_integer(var.aval)
+        values.append(
+            walk.new(
+                var.aval,
+                Kind.ACTIVATION if path is None else Kind.PARAMETER,
+                path=path or "",
+                index=Index(tokens=True) if is_index else None,
+            )
+        )
+    walk.run(closed, values)
+    held = {path: value.dims for path, value in zip(paths, values, strict=False)}
+    reached = {path: dims for path, dims in held.items() if path in walk.used}
+    evidence = Evidence(reached, walk.facts, min_vocab)
+    regions = Regions(evidence)
+    reporter = Reporter(evidence, regions, walk.facts)
+    return Analysis(
+        findings={path: reporter.finding(path) for path in reached},
+        unreached=tuple(path for path in held if path not in reached),
+        opaque=tuple(fact for fact in walk.facts if isinstance(fact, Opaque)),
+        groups={region.name: tuple(region.options) for region in regions.chosen},
+        scope=walk.entered[0],
+        _regions=regions,
+    )
+
+
+def _trace(fn: Callable[..., Any], *args: Any) -> ClosedJaxpr:
+    """The jaxpr of a call; attention asked of cuDNN is traced as plain XLA where there is no cuDNN.
+
+    JAX looks for cuDNN while tracing, so that a GPU model could not be planned on a laptop. The
+    dims are the same.
+    """
+    try:
+        return jax.make_jaxpr(fn)(*args)
+    except RuntimeError as error:
+        if "cuDNN" not in str(error):
+            raise
+    cudnn = jax.nn.dot_product_attention
+
+    @functools.wraps(cudnn)
+    def portable(*operands: Any, implementation: str | None = None, **options: Any) -> jax.Array:
+        return cudnn(*operands, **options)
+
+    jax.nn.dot_product_attention = portable
+    try:
+        return jax.make_jaxpr(fn)(*args)
+    finally:
+        jax.nn.dot_product_attention = cudnn

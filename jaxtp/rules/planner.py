@@ -1,0 +1,108 @@
+"""`make_plan`: the story, nothing else.
+
+Stage in: any Flax tree and any mesh. Stage out: a `Plan`. Each step is one call into one module.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxtp.mesh.axes import MeshShape
+from jaxtp.plan import trees
+from jaxtp.plan.decisions import Plan
+from jaxtp.plan.stages import Stages
+from jaxtp.rules import (
+    annotations,
+    dataflow,
+    fallback,
+    fsdp,
+    fused,
+    names,
+    pipeline,
+    resolve,
+    review,
+)
+from jaxtp.rules.model_dims import ModelDims
+
+
+def make_plan(
+    params: trees.PyTree,
+    mesh: Any,
+    *,
+    config: Any = None,
+    heads: int | None = None,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    axis_names: Mapping[str, str] | None = None,
+    policy: str = "factor",
+    zero: int = 3,
+    stages: Stages | None = None,
+    pad_vocab: bool = False,
+    strict: bool = False,
+    replicated_budget: float = 0.1,
+    fn: Any = None,
+    inputs: Sequence[Any] | None = None,
+) -> Plan:
+    """Decides where every parameter goes. Needs shapes and a mesh shape only; touches no device.
+
+    Args:
+        params: A Linen `params` dict (boxed or not), an `nnx.Module` or `nnx.State`, a
+            `TrainState`, or any tree of arrays or `jax.ShapeDtypeStruct`.
+        mesh: A jax Mesh or AbstractMesh, or axis sizes such as `{"dp": 2, "tp": 8}`.
+        config: The model's config object or dict; Hugging Face's attribute names are read.
+        heads: Query heads of one layer, where flat kernels hide them.
+        kv_heads: Key/value heads of one layer.
+        head_dim: Width of one head, in elements.
+        overrides: Regular expression searched in the path -> PartitionSpec. Outranks everything.
+        axis_names: What jaxtp calls an axis -> what the mesh calls it, e.g. `{"tp": "model"}`.
+        policy: For units that do not divide: "factor", "replicate" or "error" (DESIGN D5).
+        zero: What an fsdp axis cuts: 0 the batch alone, 1 also optimizer state, 2 also gradients, 3
+            also parameters.
+        stages: How stacked layers are dealt out along a pp axis; by default evenly, in one round,
+            for as many micro-batches as stages.
+        pad_vocab: Pad a vocabulary that does not divide, instead of keeping its table whole.
+        strict: Refuse a plan that wastes devices or memory, instead of noting it.
+        replicated_budget: Under `strict`, the share of all bytes that whole matrices may take.
+        fn: The forward function `fn(params, *inputs)` or a Linen module, traced for its dataflow;
+            not needed for an `nnx.Module` that is called on the inputs.
+        inputs: Example inputs, arrays or `jax.ShapeDtypeStruct`.
+
+    Returns:
+        A plan with one decision, and at least one reason, per leaf.
+
+    Raises:
+        NoTensorAxis: TP013, if the mesh has no tensor axis.
+        ConflictingDecisions, UnusedOverride, BadSpec: TP001, TP040, TP044, on overrides.
+        SizeMismatch: TP003, if given sizes fit no kernel or a given spec does not divide.
+        BadConfig: TP020, for an unknown policy or ZeRO stage.
+        BadStages: TP074, on a pp axis, if there are no stacked layers or `stages` does not fit.
+        HeadsNotDivisible: TP041, under the policy "error".
+        NothingSharded, ReplicatedTooMuch, IdleDevices: TP042, TP043, TP011, under `strict`.
+    """
+    shape = MeshShape.of(mesh, axis_names)
+    tree = trees.parameters(params)
+    leaves = trees.flatten(tree)
+    dims = ModelDims.of(config, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+    votes = [
+        *names.votes(leaves, dims),
+        *dataflow.votes(fn, tree, inputs),
+        *annotations.annotation_votes(leaves, shape),
+        *annotations.override_votes(leaves, shape, overrides or {}),
+    ]
+    claims = resolve.decide(leaves, votes)
+    shape, decisions = fallback.fit(claims, shape, policy, pad_vocab=pad_vocab)
+    decisions = fused.hold(claims, decisions, shape, policy)
+    stages, decisions = pipeline.deal(decisions, leaves, dims, shape, stages)
+    decisions = fsdp.spread(decisions, leaves, dims, shape, zero)
+    notes = (
+        *resolve.disagreements(claims),
+        *review.review(decisions, shape, mesh, strict=strict, budget=replicated_budget),
+    )
+    return Plan(
+        mesh=shape,
+        decisions=decisions,
+        policy=policy,
+        zero=zero if shape.fsdp else 0,
+        stages=stages,
+        notes=notes,
+    )

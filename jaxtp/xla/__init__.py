@@ -1,1 +1,0 @@
-"""Compile options, compiled programs as data, and compiling for GPUs that are not there."""

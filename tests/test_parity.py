@@ -1,0 +1,137 @@
+"""The newcomer's check: it passes on what is right and fails on what is not."""
+
+import dataclasses
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+from small_models import LLAMA, mesh, tokens
+
+import jaxtp
+from jaxtp.errors import ParityFailed
+from jaxtp.inspect.parity import verify
+from jaxtp.models.llama import Llama
+
+QUIET = str  # a function that prints nothing
+X = jax.random.normal(jax.random.key(0), (4, 6, 32))
+
+
+class Encoder(nn.Module):
+    """Stock Linen attention and MLP."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = x + nn.MultiHeadDotProductAttention(num_heads=8)(nn.LayerNorm()(x))
+        return x + nn.Dense(32)(nn.gelu(nn.Dense(64)(nn.LayerNorm()(x))))
+
+
+class Decoder(nnx.Module):
+    """Stock NNX attention and MLP."""
+
+    def __init__(self, rngs):
+        self.attention = nnx.MultiHeadAttention(4, 32, decode=False, rngs=rngs)
+        self.up, self.down = nnx.Linear(32, 64, rngs=rngs), nnx.Linear(64, 32, rngs=rngs)
+
+    def __call__(self, x):
+        x = x + self.attention(x)
+        return x + self.down(nnx.gelu(self.up(x)))
+
+
+def test_a_linen_module_step_by_step(capsys):
+    params = Encoder().init(jax.random.key(1), X)["params"]
+    result = verify(Encoder(), params, (X,), jaxtp.make_mesh(tp=4, dp=2))
+    assert [row.mesh for row in result.rows] == [
+        *(f"dp=1 x tp={n}" for n in (1, 2, 4)),
+        "dp=2 x tp=4",
+    ]
+    assert all(row.error < row.tolerance / 50 for row in result.rows)
+    sizes = [row.bytes_per_device for row in result.rows]
+    assert sizes[0] > sizes[1] > sizes[2] == sizes[3]
+    out = capsys.readouterr().out
+    assert "largest difference" in out
+    assert out.count("dp=") == 4
+
+
+def test_an_nnx_module_on_explicit_axes_with_other_names():
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    names = {"tp": "model", "dp": "data"}
+    result = verify(None, Decoder(nnx.Rngs(0)), (X,), mesh, axis_names=names, show=lambda _: None)
+    assert result.rows[-1].mesh == "data=2 x model=4"
+    assert result.rows[-1].sharded == "10 of 12"
+
+
+def test_heads_that_do_not_divide_still_agree():
+    class Odd(nnx.Module):
+        def __init__(self, rngs):
+            self.attention = nnx.MultiHeadAttention(6, 24, decode=False, rngs=rngs)
+
+        def __call__(self, x):
+            return self.attention(x)
+
+    x = jax.random.normal(jax.random.key(0), (2, 5, 24))
+    result = verify(None, Odd(nnx.Rngs(0)), (x,), jaxtp.make_mesh(tp=8), show=lambda _: None)
+    assert result.rows[-1].mesh == "tp_0=2 x tp_1=4"
+
+
+def test_a_function_that_depends_on_its_devices_is_found_out():
+    def wrong(params, x):
+        # What a hand-written collective with a forgotten rescale does.
+        return (x @ params["up"]) @ params["down"] * (1 + wrong.calls)
+
+    wrong.calls = 0
+    params = {"up": jnp.ones((32, 64)), "down": jnp.ones((64, 32))}
+
+    def counting(params, x):
+        out = wrong(params, x)
+        wrong.calls += 1  # another program each time it is traced
+        return out
+
+    with pytest.raises(ParityFailed, match=r"TP071 at (output|gradient).*: differs by .* on tp="):
+        verify(counting, params, (X,), jaxtp.make_mesh(tp=8), show=lambda _: None)
+
+
+def test_outputs_only_and_integer_outputs():
+    def count(params, x):
+        return {"n": (x @ params["w"] > 0).sum(), "y": x @ params["w"]}
+
+    params = {"w": jax.random.normal(jax.random.key(2), (32, 64)), "step": jnp.int32(3)}
+    result = verify(
+        count, params, (X,), jaxtp.make_mesh(tp=8), gradients=False, show=lambda _: None
+    )
+    assert len(result.rows) == 4
+
+
+def test_a_bf16_program_is_held_to_the_digits_it_has():
+    """Gradients of float32 parameters are no more exact than the bf16 products behind them."""
+    config = dataclasses.replace(LLAMA, dtype="bfloat16")
+    ids = jnp.asarray(tokens())
+    result = verify(None, Llama(config, nnx.Rngs(0)), (ids,), mesh(1, 2), show=QUIET)
+    assert {row.tolerance for row in result.rows} == {float(jnp.finfo(jnp.bfloat16).eps) ** 0.5}
+    assert 0 < result.rows[-1].error < result.rows[-1].tolerance
+
+
+def test_a_padded_vocabulary_is_compared_without_its_padding():
+    def logits(params, ids):
+        return params["embed"]["embedding"][ids] @ params["lm_head"]["kernel"]
+
+    keys = jax.random.split(jax.random.key(0))
+    params = {
+        "embed": {"embedding": jax.random.normal(keys[0], (10, 8))},
+        "lm_head": {"kernel": jax.random.normal(keys[1], (8, 10))},
+    }
+    mesh = jaxtp.make_mesh(tp=4, dp=2)
+    result = verify(logits, params, (tokens() % 10,), mesh, pad_vocab=True, show=QUIET)
+    assert result.rows[-1].bytes_per_device == 2 * 12 * 8 * 4 // 4
+
+
+def test_placed_parameters_and_an_ambient_explicit_mesh():
+    mesh = jax.make_mesh(
+        (1, 4), ("dp", "tp"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[:4]
+    )
+    model = jaxtp.shard(Decoder(nnx.Rngs(0)), mesh)
+    with jax.set_mesh(mesh):
+        result = verify(None, model, (X,), mesh, show=QUIET)
+    assert len(result.rows) == 3
