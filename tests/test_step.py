@@ -12,7 +12,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from optimizers import OPTIMIZERS, fresh_params
 from small_models import BATCH, LLAMA, MESHES, MODELS, make, mesh, tokens
-from test_state import small_plan, specs_of
+from test_train_state import small_plan, specs_of
 
 from jaxtp import errors
 from jaxtp.io.checkpoints import Checkpoints

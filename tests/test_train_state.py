@@ -12,7 +12,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from optimizers import OPTIMIZERS, SPECS, fresh_params
 from small_models import MODELS, abstract, make, mesh
-from test_apply import assert_same, hand_plan
+from test_arrays import assert_same, hand_plan
 
 from jaxtp import errors
 from jaxtp.mesh.axes import MeshShape
