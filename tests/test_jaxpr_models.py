@@ -14,7 +14,7 @@ from jaxtp.plan import trees
 from jaxtp.rules.jaxpr import analyse, analyse_jaxpr
 
 for family in ("fused", "mixer", "expert", "stream", "flax"):
-    importlib.import_module(f"graph_{family}_models")  # each fills the table
+    importlib.import_module(f"jaxpr_{family}_models")  # each fills the table
 
 SIZES = {"distinct": DISTINCT, "equal": EQUAL, "single": SINGLE}
 
