@@ -10,6 +10,9 @@ from jax.sharding import PartitionSpec as P
 import jaxtp
 from jaxtp.errors import BadTree, JaxtpWarning
 from jaxtp.models import abstract
+from jaxtp.plan import trees
+from jaxtp.rules import dataflow, resolve
+from jaxtp.rules.roles import Role, Source, Vote
 
 TOKENS = jax.ShapeDtypeStruct((2, 16), jnp.int32)
 
@@ -112,3 +115,20 @@ def test_tiled_key_heads_are_kept_whole():
 def test_inputs_without_a_function():
     with pytest.raises(BadTree, match=r"TP046: inputs were given, but a dict cannot be called"):
         jaxtp.make_plan({"w": shape(8, 8)}, {"tp": 2}, inputs=(shape(2, 8),))
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_dims_that_a_scan_runs_along_are_told_whoever_decides(axis):
+    def model(params, x):
+        def layer(x, w):
+            return x + jax.nn.gelu(x @ w["one"]) @ w["two"], None
+
+        return jax.lax.scan(layer, x, jax.tree.map(lambda w: jnp.moveaxis(w, axis, 0), params))[0]
+
+    shapes = {"one": [32, 48], "two": [48, 32]}
+    params = {k: shape(*s[:axis], 64, *s[axis:]) for k, s in shapes.items()}
+    votes = [*dataflow.votes(model, params, (shape(2, 3, 32),))]
+    assert {v.path: v.stacked_dims for v in votes} == {"one": (axis,), "two": (axis,)}
+    given = Vote("one", Source.OVERRIDE, Role.GIVEN, "given", spec=((), (), ()))
+    claims = resolve.decide(trees.flatten(params), [*votes, given])
+    assert [claim.stacked_dims for claim in claims] == [(axis,), (axis,)]

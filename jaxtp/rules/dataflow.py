@@ -76,7 +76,14 @@ def finding_votes(analysis: Analysis) -> Iterator[Vote]:
             if placements[:1] == (None,):
                 reason += "; its leading units are minor elsewhere in the group, kept whole"
         yield Vote(
-            finding.path, Source.DATAFLOW, role, reason, placements, finding.group, fused=fused
+            finding.path,
+            Source.DATAFLOW,
+            role,
+            reason,
+            placements,
+            finding.group,
+            fused=fused,
+            stacked_dims=finding.stacked_dims,
         )
 
 

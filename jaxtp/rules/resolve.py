@@ -24,12 +24,16 @@ class Claim:
         vote: The winning vote.
         reasons: One sentence per source, the winner's last.
         overruled: Weaker votes that knew better and wanted something else.
+        stacked_dims: Dims that count the layers of a stack, by the strongest source that saw any:
+            who decides on the tensor axis (an override, names where the dataflow saw nothing) need
+            not know of stacks.
     """
 
     param: Param
     vote: Vote
     reasons: tuple[str, ...]
     overruled: tuple[Vote, ...] = ()
+    stacked_dims: tuple[int, ...] = ()
 
 
 def decide(params: Mapping[str, Param], votes: Iterable[Vote]) -> list[Claim]:
@@ -62,7 +66,8 @@ def decide(params: Mapping[str, Param], votes: Iterable[Vote]) -> list[Claim]:
             winner = _refined(winner, other)
         reasons = tuple(_reason(v, winner) for v in ranked)
         overruled = tuple(v for v in ranked if _overrules(winner, v))
-        claims.append(Claim(param, winner, reasons, overruled))
+        stacked = next((v.stacked_dims for v in reversed(ranked) if v.stacked_dims), ())
+        claims.append(Claim(param, winner, reasons, overruled, stacked))
     problems.raise_any()
     return claims
 

@@ -116,6 +116,7 @@ class Vote:
         group: Parameters that must be decided together; "" if alone.
         spec: A complete spec that is not up to jaxtp: an override or an annotation.
         fused: What `rules.fused` needs to choose how projections in one array are held.
+        stacked_dims: Dims that count the layers of a stack, as far as this source can see.
     """
 
     path: str
@@ -126,3 +127,4 @@ class Vote:
     group: str = ""
     spec: Spec | None = None
     fused: Fused | None = None
+    stacked_dims: tuple[int, ...] = ()

@@ -218,6 +218,8 @@ class Finding:
             same order.
         small: Whether it is whole only because its outputs or rows are few; a source that knows
             what they are may still split them.
+        stacked_dims: Array dims that a scan runs along: one entry a layer. No axis that a loop
+            would gather over belongs there.
         reasons: Sentences of evidence, with sizes and source lines.
     """
 
@@ -231,4 +233,5 @@ class Finding:
     group: str = ""
     alternatives: tuple[Option, ...] = ()
     small: bool = False
+    stacked_dims: tuple[int, ...] = ()
     reasons: tuple[str, ...]

@@ -42,7 +42,14 @@ class Reporter:
                 for dim in self._evidence.params[path]
                 for atom in resolve(dim)[:1]
             )
-            return Finding(path=path, role=role, dim=None, small=small, reasons=reasons)
+            return Finding(
+                path=path,
+                role=role,
+                dim=None,
+                small=small,
+                stacked_dims=self._stacked_dims(path),
+                reasons=reasons,
+            )
         option = region.options[path]
         spare = self._regions.instead.get(path)
         return Finding(
@@ -55,7 +62,16 @@ class Reporter:
             use=self._use(path, option) if option.pieces else None,
             group=region.name,
             alternatives=() if spare is None else (spare,),
+            stacked_dims=self._stacked_dims(path),
             reasons=tuple(filter(None, self._split_reasons(path, region, option))),
+        )
+
+    def _stacked_dims(self, path: str) -> tuple[int, ...]:
+        """Array dims along which a scan runs, also where a reshape made stages of layers first."""
+        return tuple(
+            axis
+            for axis, dim in enumerate(self._evidence.params[path])
+            if any(self._evidence.of(atom).layer for atom in resolve(dim))
         )
 
     def _split_role(self, path: str, region: Region, option: Option) -> str:
