@@ -1,11 +1,8 @@
 """The plans that jaxtp is compared with in `bench_comm.py`, on the same preset and step.
 
-    megatron    specs written by hand, constraints where an expert puts them
-    largest     each array cut along its largest dim that tp divides; XLA places activations
-    replicated  every array whole on every device
-
-Stage in: a mesh and `StepOptions`. Stage out: the jitted step and its abstract arguments; each
-`NAME_step` is an entry for the process of `jaxtp.compile.deviceless`.
+megatron    specs written by hand, constraints where an expert puts them
+largest     each array cut along its largest dim that tp divides; XLA places activations
+replicated  every array whole on every device
 """
 
 import dataclasses

@@ -1,8 +1,7 @@
 """The models of `bench_peers.py`: plain single-device Flax, and where an expert would cut each.
 
-Stage in: nothing. Stage out: `MODELS`, name -> a function that makes a `Case`. No model knows a
-mesh. Every one is a language model, so that one loss and one floor serve all: a vocabulary-parallel
-table and head, and between them the column/row pairs of its blocks.
+No model knows a mesh. Every one is a language model, so that one loss and one floor serve all: a
+vocabulary-parallel table and head, and between them the column/row pairs of its blocks.
 """
 
 import dataclasses

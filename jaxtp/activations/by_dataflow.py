@@ -1,7 +1,6 @@
 """Activation constraints in a model that never heard of jaxtp.
 
-Stage in: a function of parameters and inputs, and a plan of its parameters. Stage out: the same
-function, traced, read by `rules/jaxpr`, and run again equation by equation with sharding
+The function is traced, read by `rules.jaxpr`, and run again equation by equation, with sharding
 constraints where the dataflow says that they matter:
 
 - products that enter a split region (heads, MLP width, vocabulary) put it out split;

@@ -1,8 +1,6 @@
 """Where activations lie on the mesh: models name a value, the active plan says which axes cut it.
 
-Stage in: a plan, the jax Mesh that it is applied on, and arrays named by a model. Stage out: the
-same arrays with sharding constraints for XLA's partitioner. Without an active plan nothing happens,
-so one model file serves one device and ten thousand.
+Without an active plan nothing happens, so one model file serves one device and ten thousand.
 """
 
 import contextlib

@@ -1,8 +1,6 @@
 """Products by a weight that holds several projections, one after another: one product a piece.
 
-Stage in: a `dot_general` of an activation and such a weight, with the axes that the plan splits its
-pieces over; then the equations that take the result apart. Stage out: the same numbers, every piece
-split by itself. Which constraints do it follows from where `rules.fused` keeps the weight.
+Which constraints do it follows from where `rules.fused` keeps the weight.
 """
 
 import dataclasses

@@ -1,8 +1,4 @@
-"""A product by a weight that several devices hold a copy of, computed so that XLA moves the least.
-
-Stage in: a `dot_general` of an activation and a weight, with the axes that the plan splits its dims
-over. Stage out: the same numbers.
-"""
+"""Products by a weight with copies on several devices, computed so that XLA moves the least."""
 
 import dataclasses
 import functools

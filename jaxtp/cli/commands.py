@@ -1,7 +1,4 @@
-"""`jaxtp plan, explain, view, preflight, probe, errors`: the command line, one function a command.
-
-Stage in: arguments. Stage out: text or JSON on standard output; a coded error and exit code 2.
-"""
+"""The command line, one function a command: `jaxtp plan`, `jaxtp explain`, and so on."""
 
 import contextlib
 import dataclasses

@@ -1,7 +1,4 @@
-"""What a command is asked about: a file of shapes, a preset, or anybody's function.
-
-Stage in: one word of a command line. Stage out: parameters, and what of the rest there is.
-"""
+"""What a command is asked about: a file of shapes, a preset, or anybody's function."""
 
 import dataclasses
 import importlib

@@ -1,7 +1,4 @@
-"""Reads a compiled step: memory, communication, overlap, and what should not be there.
-
-Stage in: a compiled program's text, its memory, and a target. Stage out: a `Report`.
-"""
+"""Reads a compiled step: memory, communication, overlap, and what should not be there."""
 
 import dataclasses
 import importlib.metadata

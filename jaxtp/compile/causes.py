@@ -1,7 +1,4 @@
-"""Collectives that tensor parallelism does not need, and why the compiler made them.
-
-Stage in: a program's collectives. Stage out: one sentence for each that should not be there.
-"""
+"""Collectives that tensor parallelism does not need, and why the compiler made them."""
 
 from collections.abc import Iterable, Iterator
 

@@ -1,7 +1,5 @@
 """The collectives of a compiled program: what moves, how often, along which axes, and why.
 
-Stage in: a `Module` and the mesh. Stage out: one `Collective` per place in the program.
-
 Four things differ between jax versions and are met here once: an asynchronous collective is any
 `-start` whose result a `-done` takes, whether XLA calls it `all-reduce-start`, `async-start` or
 `fusion-start` (its own all-reduce kernel, since 0.12); 0.10 prints synchronous ones as such pairs

@@ -1,8 +1,5 @@
 """Runs the real GPU compiler on a machine without a GPU.
 
-Stage in: a step with abstract arguments, or the name of a function that makes both. Stage out: the
-compiled program's text and its memory, or a coded error.
-
 The step is traced here, for any mesh: an AbstractMesh, CPU devices or GPUs. `jax.export` carries
 it to a process of its own (`worker`), which puts it on the target's devices and compiles. The
 program is the one that a direct `jit(step).lower(...).compile()` gives. What cannot be carried,

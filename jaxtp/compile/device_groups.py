@@ -1,7 +1,5 @@
 """Which devices take part in a collective, and along which mesh axes.
 
-Stage in: the text of an instruction's attributes. Stage out: groups of device ids, and axis names.
-
 XLA prints groups in four spellings: lists of lists, `[4,2]<=[2,4]T(1,0)`, and a mesh with axes,
 which may carry its own device order and sub-axes (`mesh['a'=8], device_ids=([2,4]T(1,0))
 {'a':(2)4}`). The axis names of that mesh are often the compiler's own, so names are always

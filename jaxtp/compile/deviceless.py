@@ -1,7 +1,4 @@
-"""Before anything is rented: compile the real step with the real GPU compiler, and read it.
-
-Stage in: a train step, its abstract arguments, a target. Stage out: a `Report`.
-"""
+"""Before anything is rented: compile the real step with the real GPU compiler, and read it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

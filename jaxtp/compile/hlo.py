@@ -1,9 +1,5 @@
 """Compiled program text as data.
 
-Stage in: `compiled.as_text()`, scheduled HLO as jax 0.10 to 0.12 print it. Stage out: a `Module` of
-computations and instructions, how often each computation runs, and where each instruction comes
-from in the user's source.
-
 Nothing here knows about collectives or time; `collectives`, `instruction_work` and `schedule` do.
 """
 

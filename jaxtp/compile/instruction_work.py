@@ -1,7 +1,5 @@
 """What an instruction costs besides communication: matrix-product FLOPs and memory traffic.
 
-Stage in: instructions of a compiled program. Stage out: FLOPs and bytes on one device.
-
 XLA's own cost analysis is not used: it counts a loop's body once and, for a device that is not
 there, returns nothing.
 """

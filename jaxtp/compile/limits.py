@@ -1,8 +1,4 @@
-"""A compiled step held to limits: an assertion for a user's own CI.
-
-Stage in: a `Report` and limits. Stage out: nothing, or one coded error with every limit that is
-crossed.
-"""
+"""A compiled step held to limits: an assertion for a user's own CI."""
 
 from jaxtp.compile.report import Report, Row
 from jaxtp.errors import CheckFailed, DoesNotFit, Problems, join

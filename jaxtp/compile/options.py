@@ -1,8 +1,5 @@
 """Compile options: what to ask of XLA, spelled for the jaxlib that is installed.
 
-Stage in: the user's communication settings. Stage out: a dict for `jax.jit(..., compiler_options=)`
-or `lowered.compile(...)`, and the options that this jaxlib does not know.
-
 Options are passed per compile and never through `XLA_FLAGS`: there, one unknown name stops the
 process with a fatal check, while a compile option only raises. Names come and go between jaxlib
 versions, so each one is tried on a trivial program first; the option table is the same on every

@@ -1,7 +1,4 @@
-"""What a compiled step will do, as data and as text.
-
-Stage in: the fields that `compile/analysis` fills. Stage out: JSON, or a table for a terminal.
-"""
+"""What a compiled step will do, as data and as text."""
 
 import dataclasses
 import io

@@ -1,8 +1,4 @@
-"""The communication of the step that really runs, on whatever backend it runs.
-
-Stage in: a jitted step with its state and batch. Stage out: a `Report`, as for a step compiled
-ahead; `JAXTP_REPORT_COMMUNICATION=1` asks train scripts to print its table before the first step.
-"""
+"""The communication of the step that really runs, on whatever backend it runs."""
 
 import dataclasses
 import os

@@ -1,8 +1,5 @@
 """How much of the communication a schedule hides behind matrix products: a model with two clocks.
 
-Stage in: a scheduled program, its collectives and a target. Stage out: when each collective would
-run, how long the device would wait for it, and the modelled time of a step.
-
 The model walks the program in launch order. Matrix products advance the compute clock at the rate
 that large products sustain; everything else takes no time. A collective starts when it is launched
 and the link is free, one after the other on one link, and takes its bytes over the measured

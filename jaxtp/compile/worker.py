@@ -1,8 +1,7 @@
 """The process that runs the GPU compiler: `python -m jaxtp.compile.worker FOLDER`.
 
-Stage in: `job.json`, and `program.bin` when the step was traced by the parent. Stage out:
-`program.txt` and `result.json` in the same folder. It is a process of its own because XLA stops
-the process it runs in when one of its internal checks fails; `compile/compiler` starts it.
+It is a process of its own because XLA stops the process it runs in when one of its internal checks
+fails; `compile/compiler` starts it.
 """
 
 import importlib

@@ -1,7 +1,6 @@
 """The sizes of a run, checked before anything starts.
 
-Stage in: a `Config` and the number of devices. Stage out: the same `Config` with every size filled
-in, or an error that names the numbers and the nearest ones that would work. No device is touched.
+No device is touched.
 """
 
 import dataclasses

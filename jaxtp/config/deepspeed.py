@@ -1,8 +1,5 @@
 """DeepSpeed's and AutoTP's spelling of settings: one row a key, in one table.
 
-Stage in: the object in a config file, in DeepSpeed's spelling, jaxtp's, or a mixture. Stage out:
-the same settings in jaxtp's spelling, and one line for each DeepSpeed key.
-
 A key is *mapped* to a setting, *replaced* because something else does its work here, or *refused*
 with the reason. A refused key that is switched off is no harm and only gets its line.
 

@@ -1,7 +1,6 @@
 """Every setting of a training run: one frozen dataclass per concern, read strictly from text.
 
-Stage in: JSON or TOML text in jaxtp's or DeepSpeed's spelling. Stage out: a `Config`, and one line
-for each DeepSpeed key. Sizes are filled in and checked by `jaxtp.sizes`.
+Sizes are filled in and checked by `jaxtp.sizes`.
 """
 
 import dataclasses

@@ -1,7 +1,4 @@
-"""The least that tensor parallelism can move: the Megatron minimum.
-
-Stage in: a model's sizes. Stage out: wire bytes per device and step.
-"""
+"""The least that tensor parallelism can move: the Megatron minimum."""
 
 from jaxtp.hardware.links import wire_bytes
 

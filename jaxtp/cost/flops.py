@@ -1,7 +1,6 @@
 """What a step costs before anything is compiled: FLOPs from sizes alone.
 
-Stage in: a plan and a model's sizes. Stage out: FLOPs per step. Seconds and wire bytes come from
-the compiled program (`compile/`), or as a floor from `cost/floor`.
+Seconds and wire bytes come from the compiled program (`compile/`), or as a floor from `cost/floor`.
 """
 
 import dataclasses

@@ -1,7 +1,6 @@
 """Layers for stages of different GPUs: how many each one runs, and what a step then takes.
 
-Stage in: the kind of each stage's GPUs and what a layer costs. Stage out: `Stages` by strategy, and
-their modelled times side by side. No device is touched.
+No device is touched.
 """
 
 import dataclasses

@@ -1,7 +1,4 @@
-"""The root of every coded error, and what messages are made of.
-
-Stage in: nothing. Stage out: `JaxtpError`, and the collector of several of them.
-"""
+"""The root of every coded error, and what messages are made of."""
 
 from collections.abc import Iterable
 from typing import ClassVar

@@ -1,7 +1,4 @@
-"""What can be wrong with a mesh, with settings, with a tree or with a plan: TP001 to TP069.
-
-Stage in: nothing. Stage out: error classes.
-"""
+"""What can be wrong with a mesh, with settings, with a tree or with a plan: TP001 to TP069."""
 
 from jaxtp.errors.base import JaxtpError
 

@@ -1,7 +1,4 @@
-"""What can go wrong when a plan is applied, compiled, saved or trained: TP070 and up.
-
-Stage in: nothing. Stage out: error classes.
-"""
+"""What can go wrong when a plan is applied, compiled, saved or trained: TP070 and up."""
 
 from jaxtp.errors.base import JaxtpError
 

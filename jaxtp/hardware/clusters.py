@@ -1,6 +1,6 @@
 """GPUs of several kinds: which stage runs on which, and what reaches across.
 
-Stage in: a target's text, one part a kind. Stage out: a `Cluster`. Nothing here touches a device.
+Nothing here touches a device.
 """
 
 import dataclasses

@@ -1,8 +1,6 @@
 """What a GPU can do: arithmetic, memory, links, and how long one collective takes.
 
-Stage in: the name of a device kind or a description file. Stage out: a `Target`, the machine that
-plans are costed on and programs are compiled for. Nothing here touches a device; only the target
-`local:...` asks for one's name.
+Nothing here touches a device; only the target `local:...` asks for one's name.
 
 Sources of the numbers:
 

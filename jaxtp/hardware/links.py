@@ -1,7 +1,5 @@
 """How long a collective takes inside one NVLink domain.
 
-Stage in: a collective's kind, bytes and group size. Stage out: wire bytes and seconds.
-
 The bandwidths are the measured tables that XLA ships for its own scheduler, cut out of the CUDA
 plugin of jax 0.10.2 (`sm_90`, `sm_100_B200`, `sm_100_GB200`; float32; GB/s of *full* buffer over
 time, start-up included).

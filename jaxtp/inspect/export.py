@@ -1,7 +1,6 @@
 """A plan in the forms that other code reads: regex rules, and Flax annotations. No lock-in.
 
-Stage in: a plan, and for annotations its tree. Stage out: plain JAX and Flax values that work
-without jaxtp. A tree of PartitionSpecs is `plan.partition_specs(tree)`.
+A tree of PartitionSpecs is `plan.partition_specs(tree)`.
 """
 
 import re

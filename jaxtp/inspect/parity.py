@@ -1,8 +1,4 @@
-"""Is it the same function? Sharded against unsharded, a little wider at each step.
-
-Stage in: a function, its parameters and inputs, a mesh. Stage out: a table of outputs and gradients
-compared, or a coded error with the first path that differs.
-"""
+"""Is it the same function? Sharded against unsharded, a little wider at each step."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,6 @@
 """Sharded arrays put together from tensors in files, with a few tensors of host memory.
 
-Stage in: the tensors that one parameter is stored as, and the place it shall have. Stage out: the
-array. Each process reads the bytes that its own devices hold, once, and nothing else.
+Each process reads the bytes that its own devices hold, once, and nothing else.
 
 A parameter of stacked layers is many tensors, and larger than a host should hold. It is filled a
 few layers at a time, on the devices: bytes travel as they are stored; transposing and casting is

@@ -1,8 +1,5 @@
 """The arrays of one checkpoint, brought into the places and the form of a target.
 
-Stage in: a checkpoint's folder, the plan that it was saved by, a tree that says what is wanted.
-Stage out: arrays by path that lie and are stored as in that tree.
-
 A plan may store an array in another form than the model has (`jaxtp.padding`), and a checkpoint
 holds what was stored. It is read in that form, each device its own slice, and then converted array
 by array: out of the form of the one plan, into that of the other.

@@ -1,8 +1,4 @@
-"""What lies beside the arrays of a checkpoint: JSON that a run needs to go on, and people to read.
-
-Stage in: a step, a plan, fingerprints, what the run wants to remember. Stage out: a JSON object;
-and back, checked.
-"""
+"""JSON beside the arrays of a checkpoint: what a run needs to go on, and people to read."""
 
 import dataclasses
 import importlib.metadata

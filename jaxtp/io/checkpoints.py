@@ -1,8 +1,5 @@
 """Checkpoints with Orbax: written in the background on one mesh, read onto any other.
 
-Stage in: a placed train state, its plan, what the run wants to remember. Stage out: one folder per
-step; and back, in the form that the plan of the target stores.
-
 Orbax writes, keeps the newest few, and renames a folder when everything is in it: what has a number
 for a name was complete once. Each process writes and reads what its own devices hold.
 """

@@ -1,7 +1,5 @@
 """One number per array, equal before and after a checkpoint wherever both lie.
 
-Stage in: arrays on any mesh, in any stored form. Stage out: their fingerprints.
-
 File formats do not notice a flipped bit inside of an array. The fingerprint is the sum over all
 elements, modulo 2^32, of their bits, scrambled. A sum of integers depends neither on its order, so
 the mesh does not matter, nor on zeros, so padding does not matter either.

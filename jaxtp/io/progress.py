@@ -1,7 +1,4 @@
-"""Progress of long reads and writes.
-
-Stage in: a title and a number of bytes. Stage out: a bar on stderr.
-"""
+"""Progress of long reads and writes."""
 
 import contextlib
 from collections.abc import Callable, Generator

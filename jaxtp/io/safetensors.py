@@ -1,7 +1,5 @@
 """safetensors files: headers checked to the last byte, boxes of tensors read, files written.
 
-Stage in: a path. Stage out: what the file holds, and the bytes of any box of any tensor; and back.
-
 The format is an 8-byte length, that much JSON, and the tensors' bytes without gaps
 (https://github.com/huggingface/safetensors). Its own package reads whole tensors or slices through
 a memory map: the bytes that reach the process are not countable, a file truncated meanwhile ends it

@@ -1,9 +1,6 @@
 """Shape listings: a parameter tree as a JSON file, to plan a model without sharing it.
 
-Stage in: a tree, or a listing. Stage out: a listing, or a tree of `jax.ShapeDtypeStruct` and its
-sizes.
-
-    {"params": {"h/0/attn/q_proj/kernel": [768, 768]}, "dtypes": {}, "config": {"num_heads": 12}}
+{"params": {"h/0/attn/q_proj/kernel": [768, 768]}, "dtypes": {}, "config": {"num_heads": 12}}
 """
 
 import json

@@ -1,8 +1,4 @@
-"""What the backward pass of stacked layers keeps, and what it recomputes.
-
-Stage in: a policy's name. Stage out: policies for `jax.checkpoint`, of one layer and of a pipeline
-stage.
-"""
+"""What the backward pass of stacked layers keeps, and what it recomputes."""
 
 import dataclasses
 import difflib

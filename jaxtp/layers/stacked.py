@@ -1,8 +1,5 @@
 """Stacked layers one after the other, on one device or in pipeline stages.
 
-Stage in: a layer as a function, its stacked parameters, the residual stream, the plan in force.
-Stage out: the residual stream behind the last layer.
-
 In stages every device along the pp axis runs one program. At tick t stage s works on unit u = t - s
 of its list: with S stages, v rounds and M micro-batches, unit u is round r = u % vS // S of
 micro-batch m = u // vS x S + u % S. After each tick the result goes to the next stage, around a

@@ -1,7 +1,4 @@
-"""Axis names and sizes of a mesh, as data; no device is touched.
-
-Stage in: a jax Mesh, an AbstractMesh, a mapping of sizes, or a MeshShape. Stage out: `MeshShape`.
-"""
+"""Axis names and sizes of a mesh, as data; no device is touched."""
 
 import dataclasses
 import itertools

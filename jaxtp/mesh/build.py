@@ -1,7 +1,4 @@
-"""MeshShape -> jax meshes. The one place that sets axis types.
-
-Stage in: sizes, or a user's mesh and a plan's shape. Stage out: `jax.sharding.Mesh` with Auto axes.
-"""
+"""MeshShape -> jax meshes. The one place that sets axis types."""
 
 import contextlib
 import math

@@ -1,8 +1,7 @@
 """The GPT-2 family, GPT-3 included: learned positions, LayerNorm, GELU, biases, a tied head.
 
-Stage in: `GPTConfig` and random keys, then token ids. Stage out: logits. The architecture and the
-names of its activations, nothing else: see `jaxtp.models.layers` for the shape suffixes. No
-dropout.
+The architecture and the names of its activations, nothing else: see `jaxtp.models.layers` for the
+shape suffixes. No dropout.
 
 The fused query/key/value kernel is stored (embed, 3, heads, head_dim), not (embed, 3 x heads x
 head_dim) as in the published checkpoints: a contiguous cut of the flat form gives one device all of

@@ -1,8 +1,7 @@
 """What the model families share: config, block, layer scan, attention, loss, decoding.
 
-Stage in: shapes from a config, arrays from a model. Stage out: arrays. Everything is single-device
-code: no mesh and no PartitionSpec. `constrain` names the values whose place matters; it does
-nothing without an active plan.
+Everything is single-device code: no mesh and no PartitionSpec. `constrain` names the values whose
+place matters; it does nothing without an active plan.
 
 Shape suffixes, here and in the families: B batch, T tokens, D hidden size, N query heads, K kv
 heads, H head width, F MLP width, V vocab. They name logical dims, never shards.

@@ -1,7 +1,7 @@
 """The Llama family: grouped-query attention, rotary, RMSNorm, gated MLP or experts.
 
-Stage in: `LlamaConfig` and random keys, then token ids. Stage out: logits. The architecture and the
-names of its activations, nothing else: see `jaxtp.models.layers` for the shape suffixes.
+The architecture and the names of its activations, nothing else: see `jaxtp.models.layers` for the
+shape suffixes.
 
 Mistral, Qwen2, Qwen3, Gemma and Mixtral are this decoder with other options of the config.
 """

@@ -1,7 +1,6 @@
 """Mixture of experts: a router that chooses a few of many MLPs for every token.
 
-Stage in: the normed residual stream. Stage out: what the chosen MLPs add to it. Shape suffixes as
-in `jaxtp.models.layers`, and E experts.
+Shape suffixes as in `jaxtp.models.layers`, and E experts.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,5 @@
 """What published checkpoints call each parameter, and how they store it.
 
-Stage in: a parameter's path and shape. Stage out: the tensors it is made of and how their dims map
-to its dims.
-
 One row per parameter: the tensor's name, with `{}` for each leading dim of the parameter that is
 separate tensors in the file (layers, then experts), and the dims of one tensor as stored and as the
 model has them. Parentheses are one stored dim that the model has as several, major to minor.

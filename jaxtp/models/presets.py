@@ -1,8 +1,8 @@
 """Published model sizes by name.
 
-Stage in: nothing. Stage out: `PRESETS`, name -> config. Sizes are those of the `config.json` beside
-the published weights; `gpt3-175b` is the last row of table 2.1 of Brown et al. 2020, `gpt-1t` the
-last row of table 1 of Narayanan et al. 2021 (Megatron-LM on 3072 GPUs).
+Sizes are those of the `config.json` beside the published weights; `gpt3-175b` is the last row of
+table 2.1 of Brown et al. 2020, `gpt-1t` the last row of table 1 of Narayanan et al. 2021
+(Megatron-LM on 3072 GPUs).
 """
 
 from jaxtp.models.gpt import GPTConfig

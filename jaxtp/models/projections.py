@@ -1,7 +1,6 @@
 """The linear map and the token table of every family.
 
-Stage in: arrays. Stage out: arrays. What a compiled program says of them names the line that calls
-them, see `jaxtp.compile.hlo`.
+What a compiled program says of them names the line that calls them, see `jaxtp.compile.hlo`.
 """
 
 from typing import Any

@@ -1,8 +1,5 @@
 """`shard` and `unshard`: trees onto a mesh and back.
 
-Stage in: any tree, a mesh, a plan or what `make_plan` needs. Stage out: the same tree, each array
-where the plan wants it; or on the host, as the model has it.
-
 Everything is checked before the first byte moves, and no array is ever put together on one device:
 a device receives its own slice of a host array, and arrays that lie on the mesh already are
 exchanged between devices by a compiled identity.

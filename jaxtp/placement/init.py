@@ -1,8 +1,5 @@
 """Train states that are born where they belong.
 
-Stage in: a function that makes parameters, or placed parameters; an optimizer. Stage out: a train
-state whose arrays lie on the mesh, none of which was ever whole on one device.
-
 `jax.jit(tx.init)` alone puts Adam's moments on the first device: they are zeros, and depend on no
 argument that could tell XLA where to put them. The compiled functions here say where.
 """

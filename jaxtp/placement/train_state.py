@@ -1,8 +1,6 @@
 """Where every leaf of a train state goes: parameters by decision, the rest by following one.
 
-Stage in: a plan (or parameters that lie where they belong), and any tree of shapes: parameters,
-optax state, a `TrainState`, an `nnx.Optimizer`. Stage out: one checked `Slot` per leaf. No device
-is touched.
+No device is touched.
 
 One rule serves them all. A leaf whose path ends in a parameter's path belongs to that parameter,
 and its dims are looked for among the parameter's: a moment has all of them, a factored moment lacks

@@ -1,6 +1,5 @@
 """A plan: every decision about every parameter, as data.
 
-Stage in: decisions from the planner, or JSON. Stage out: text, JSON, PartitionSpecs, differences.
 No device is touched; a plan for 16,384 GPUs is as ordinary as one for a laptop.
 """
 

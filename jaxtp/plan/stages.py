@@ -1,7 +1,6 @@
 """Pipeline stages as data: which layers each one runs, and when.
 
-Stage in: counts of layers, stages, rounds, micro-batches. Stage out: `Stages`. No device is
-touched.
+No device is touched.
 
 With one round this is GPipe (Huang et al. 2019): stage s works on micro-batch t - s at tick t. With
 more, layers are dealt out in rounds and micro-batches go around the stages once a round, the

@@ -1,8 +1,5 @@
 """Arrays that are stored in another form than the model has: pieces of a dim, zeros between them.
 
-Stage in: arrays of the model's shape, the logical form. Stage out: the same arrays in the stored
-form, and back; and logits that ignore a padded vocabulary.
-
 One rule serves all of it. A dim is cut into pieces, each lies at the start of a block, all blocks
 are equally long, and zeros fill the rest. A padded vocabulary is one piece. Layers dealt out to
 pipeline stages are one piece a chunk, so that an even cut of the stored dim gives each stage its

@@ -1,9 +1,5 @@
 """Any Flax tree <-> `{path: Param}`, and specs in one canonical spelling.
 
-Stage in: a Linen dict, an `nnx.Module`, an `nnx.State`, a `TrainState`, optax state, or any pytree
-of arrays or `jax.ShapeDtypeStruct`. Stage out: paths with shapes, and functions that rebuild a tree
-of the same structure.
-
 Flax is never imported here. Its classes are recognised by what they offer, and only an `nnx` object
 needs Flax itself, which is then already loaded.
 """

@@ -1,7 +1,4 @@
-"""Device health: whether every device computes and exchanges rightly, and as fast as the others.
-
-Stage in: the devices of all processes. Stage out: a `Health`, the same in every process.
-"""
+"""Device health: whether every device computes and exchanges rightly, and as fast as the others."""
 
 import dataclasses
 import json

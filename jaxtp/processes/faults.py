@@ -1,8 +1,5 @@
 """The coded end of a process whose peers are lost, or whose own step takes too long.
 
-Stage in: the roster of processes, time limits. Stage out: TP002 on standard error with what is
-known of every process, and exit code 75, in bounded time.
-
 A process that waits for its devices can neither raise nor handle a signal, so the threads here
 print and end it. What JAX does alone, on 0.10 and 0.12 alike: when a process dies or is stopped,
 the others end by SIGABRT with a C++ stack trace, 100 s later, or at once if it was process 0; when

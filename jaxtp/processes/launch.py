@@ -1,8 +1,5 @@
 """How this process was started: arguments and environment -> its number, and the devices it takes.
 
-Stage in: arguments of `jaxtp.initialize`, environment variables. Stage out: a `Launch`, or the
-mistake in it, before JAX sees a device.
-
 Slurm is read here rather than left to JAX, since the address of process 0 must be known in time for
 the processes to sign in with each other. MPI and Kubernetes are left to JAX.
 """

@@ -1,8 +1,5 @@
 """Who takes part: what each process last said, held by process 0, readable by all in bounded time.
 
-Stage in: the address of process 0, this process's number. Stage out: a `Roster`: values gathered
-from all processes, and a heartbeat that tells when one of them is gone.
-
 JAX's own key-value store is not public, and its collectives wait for ever. So this is a small
 server: lines of JSON over TCP, which need no device and work before `jax.distributed` does.
 """

@@ -1,8 +1,4 @@
-"""Process start-up: who takes part, and whether all are about to run the same program.
-
-Stage in: a launcher's environment or explicit arguments. Stage out: `jax.distributed` running on
-every process, watched by heartbeats; or a coded error that names who is missing or differs.
-"""
+"""Process start-up: who takes part, and whether all are about to run the same program."""
 
 import contextlib
 import hashlib

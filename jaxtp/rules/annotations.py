@@ -1,7 +1,4 @@
-"""Evidence that somebody wrote down: overrides, and annotations already on the tree.
-
-Stage in: `{regex: PartitionSpec}`, or `Param.annotation`. Stage out: votes that outrank all others.
-"""
+"""Evidence that somebody wrote down: overrides, and annotations already on the tree."""
 
 import difflib
 import re

@@ -1,8 +1,4 @@
-"""Attention blocks: which dim is the heads, how many there are, and who must be split together.
-
-Stage in: a `Block`. Stage out: votes for query, key, value and output projections, their biases,
-norms as wide as all heads, and tables with one entry per head.
-"""
+"""Attention blocks: which dim is the heads, how many there are, and who must be split together."""
 
 import dataclasses
 import math

@@ -1,6 +1,5 @@
 """A tree as blocks: what each leaf is for, which dims are stacks, and which leaves belong together.
 
-Stage in: `{path: Param}`. Stage out: `Block`, which `attention.py`, `mlp.py` and `vocab.py` read.
 Nothing is decided here.
 """
 

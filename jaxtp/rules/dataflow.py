@@ -1,8 +1,4 @@
-"""Evidence from the model's own program: findings of `rules/jaxpr` as votes.
-
-Stage in: a function with example inputs. Stage out: one vote for each parameter that the traced
-call reaches.
-"""
+"""Evidence from the model's own program: findings of `rules/jaxpr` as votes."""
 
 import math
 from collections import defaultdict

@@ -1,8 +1,6 @@
 """Claims -> decisions that fit the mesh: the factored tensor axis (DESIGN D5).
 
-Stage in: claims and a mesh shape. Stage out: the mesh with its tensor axis factored, and one
-decision per parameter. Units are never cut; what does not divide takes a prefix of the axis, with
-its price.
+Units are never cut; what does not divide takes a prefix of the axis, with its price.
 """
 
 import dataclasses

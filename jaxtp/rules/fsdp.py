@@ -1,9 +1,5 @@
 """ZeRO over the fsdp axis: which dim of each array it cuts, on top of tensor parallelism.
 
-Stage in: decisions that fit the tensor axis. Stage out: the same decisions with the fsdp axis in
-them: stage 1 cuts what the optimizer keeps, 2 also gradients, 3
-also parameters (Rajbhandari et al. 2020, "ZeRO", section 5).
-
 One rule serves all stages, since a moment, a gradient and its parameter have the same shape. The
 axis never cuts a dim that counts layers: a loop over layers would then fetch each layer from the
 one group that holds it, instead of a piece from everybody.

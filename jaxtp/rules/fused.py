@@ -1,8 +1,5 @@
 """Projections that lie one after another in one dim (q|k|v, gate|up): where to keep the array.
 
-Stage in: claims, and decisions that keep such arrays whole. Stage out: the decisions, each such
-array held in the way that moves least for the batch that was traced.
-
 Every device needs its share of every projection, and a plain cut of the dim gives it all of one.
 So something moves at each use, by constraints that `jaxtp.parallelize` places, and in the backward
 pass it moves back. The parameter keeps its published form in each of three ways:

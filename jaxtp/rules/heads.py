@@ -1,7 +1,4 @@
-"""How many heads a block has, where its kernels do not show it.
-
-Stage in: widths of flat projections, given sizes, norms and tables nearby. Stage out: `Heads`.
-"""
+"""How many heads a block has, where its kernels do not show it."""
 
 import dataclasses
 import math

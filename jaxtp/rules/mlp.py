@@ -1,8 +1,8 @@
 """MLPs and experts: matrices that share an inner width.
 
-Stage in: a `Block`. Stage out: votes. A pair shows in the shapes: one matrix is (a, b), its partner
-(b, a), and the inner width is the one that is not the residual stream. Names are needed only where
-the shapes cannot tell: square matrices, and stacked experts against stacked layers.
+A pair shows in the shapes: one matrix is (a, b), its partner (b, a), and the inner width is the one
+that is not the residual stream. Names are needed only where the shapes cannot tell: square
+matrices, and stacked experts against stacked layers.
 """
 
 import dataclasses

@@ -1,7 +1,4 @@
-"""Sizes of a model: what the user or a config object says about heads, widths and vocabulary.
-
-Stage in: keyword sizes and/or a config object or dict. Stage out: `ModelDims`.
-"""
+"""Sizes of a model: what the user or a config object says about heads, widths and vocabulary."""
 
 import dataclasses
 from collections.abc import Mapping

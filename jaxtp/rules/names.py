@@ -1,7 +1,6 @@
 """Evidence from names and shapes, for every leaf of a tree.
 
-Stage in: `{path: Param}` and given sizes. Stage out: one vote per leaf. This source always has an
-opinion, if only "no evidence: whole".
+This source always has an opinion, if only "no evidence: whole".
 """
 
 from collections.abc import Iterator, Mapping

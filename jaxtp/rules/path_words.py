@@ -1,6 +1,6 @@
 """What the names in a path say.
 
-Stage in: one path. Stage out: its `Name`. The vocabulary itself is data in `words.py`.
+The vocabulary itself is data in `words.py`.
 """
 
 import re

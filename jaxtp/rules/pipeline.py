@@ -1,8 +1,4 @@
-"""Stacked layers over the pp axis: which arrays it cuts, and in what form they are stored.
-
-Stage in: decisions that fit the tensor axis. Stage out: the same decisions with the pp axis on
-every dim that counts the pipeline's layers, and how the layers are dealt out.
-"""
+"""Stacked layers over the pp axis: which arrays it cuts, and in what form they are stored."""
 
 import dataclasses
 from collections import Counter

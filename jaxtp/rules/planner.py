@@ -1,6 +1,6 @@
 """`make_plan`: the story, nothing else.
 
-Stage in: any Flax tree and any mesh. Stage out: a `Plan`. Each step is one call into one module.
+Each step is one call into one module.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,8 +1,4 @@
-"""Votes -> one claim per parameter.
-
-Stage in: votes of all sources. Stage out: the strongest vote of each parameter, with what the
-weaker ones said kept among its reasons.
-"""
+"""Votes -> one claim per parameter."""
 
 import dataclasses
 import math

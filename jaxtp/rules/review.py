@@ -1,7 +1,4 @@
-"""Nothing silent (DESIGN D6): what is wrong with a plan as a whole.
-
-Stage in: decisions and the mesh. Stage out: notes for the plan, or errors under `strict`.
-"""
+"""Nothing silent (DESIGN D6): what is wrong with a plan as a whole."""
 
 from collections.abc import Sequence
 from typing import Any

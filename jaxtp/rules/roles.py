@@ -1,7 +1,4 @@
-"""What a parameter can be, and what a source of evidence says about it.
-
-Stage in: nothing. Stage out: `Role`, `Placement`, `Vote`, the words between evidence and decision.
-"""
+"""What a parameter can be, and what a source of evidence says about it."""
 
 import dataclasses
 from enum import IntEnum, StrEnum

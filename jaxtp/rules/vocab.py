@@ -1,7 +1,4 @@
-"""Token tables, output heads and their biases: who carries the vocabulary.
-
-Stage in: a `Block`. Stage out: votes.
-"""
+"""Token tables, output heads and their biases: who carries the vocabulary."""
 
 from collections.abc import Iterator
 

@@ -1,7 +1,6 @@
 """What names mean: all the name knowledge there is, as data.
 
-Stage in: nothing. Stage out: `Word` and the patterns behind it, which `reading.py` applies. A name
-says what a parameter is for, never which dim of it is which: shapes tell that.
+A name says what a parameter is for, never which dim of it is which: shapes tell that.
 
 Sources of the vocabulary: the module names of Flax (`MultiHeadDotProductAttention`, `Dense`), of
 Hugging Face transformers, Megatron-LM, T5/t5x/MaxText and the Gemma reference code.

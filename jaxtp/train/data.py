@@ -1,8 +1,4 @@
-"""Training text as bytes: a corpus split by file, batches that depend on the step alone.
-
-Stage in: a folder of text files, or token ids. Stage out: `(batch, seq + 1)` blocks of token ids
-on the host, the same in every process, for `jaxtp.shard_batch`; and the entropies to beat.
-"""
+"""Training text as bytes: a corpus split by file, batches that depend on the step alone."""
 
 import dataclasses
 import hashlib

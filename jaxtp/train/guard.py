@@ -1,8 +1,4 @@
-"""Stops a run that has diverged, before it overwrites a good checkpoint.
-
-Stage in: the numbers of each step; the state that is about to be saved. Stage out: nothing, or the
-error that the run ends with.
-"""
+"""Stops a run that has diverged, before it overwrites a good checkpoint."""
 
 import collections
 import math

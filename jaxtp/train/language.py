@@ -1,7 +1,4 @@
-"""The loss of a language model: nats per token of predicting each token from those before it.
-
-Stage in: a model's structure, batches of token ids. Stage out: a `Loss` for `make_update`.
-"""
+"""The loss of a language model: nats per token of predicting each token from those before it."""
 
 import dataclasses
 from collections.abc import Mapping

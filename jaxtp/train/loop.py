@@ -1,8 +1,4 @@
-"""The train loop: steps, a progress bar, evaluation, one line of metrics per step.
-
-Stage in: a state, a jitted step, batches by step number. Stage out: the trained state, and
-`metrics.jsonl` in the run folder.
-"""
+"""The train loop: steps, a progress bar, evaluation, one line of metrics per step."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,4 @@
-"""What a line of metrics says about speed and memory beside tokens per second.
-
-Stage in: a run's settings, plan and devices. Stage out: numbers by name, for each step.
-"""
+"""What a line of metrics says about speed and memory beside tokens per second."""
 
 import jax
 

@@ -1,7 +1,4 @@
-"""`metrics.jsonl`: one JSON object a step, in order, each step once, over any number of restarts.
-
-Stage in: a run folder, the step that the run goes on after; records. Stage out: lines.
-"""
+"""`metrics.jsonl`: one JSON object a step, in order, each step once, over all restarts."""
 
 import json
 import math

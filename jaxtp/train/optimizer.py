@@ -1,7 +1,4 @@
-"""Optimizers by name, with schedule, clipping and a mask for weight decay.
-
-Stage in: the `optimizer` settings. Stage out: an optax transformation and its schedule.
-"""
+"""Optimizers by name, with schedule, clipping and a mask for weight decay."""
 
 import difflib
 import inspect

@@ -1,6 +1,5 @@
 """A run on paper: its step compiled for GPUs that are not there, and the price of its mesh.
 
-Stage in: a `Config` with a target. Stage out: the plan, a `Report`, warnings with modelled seconds.
 No array exists.
 """
 

@@ -1,8 +1,4 @@
-"""A whole train step of a preset, abstract: what `jaxtp preflight --model` compiles.
-
-Stage in: a mesh of any devices and plain settings. Stage out: a jitted step and its arguments as
-structs that carry shardings; no array exists.
-"""
+"""A whole train step of a preset, abstract: what `jaxtp preflight --model` compiles."""
 
 import contextlib
 import dataclasses

@@ -1,8 +1,5 @@
 """Ending a run on request, and starting it again when it did not end by itself.
 
-Stage in: signals; a command that trains and resumes. Stage out: a wish to stop, which the train
-loop asks for between two steps; an exit code for the scheduler.
-
 What a process ends with says what should happen next:
 
 - 0: the run is complete.

@@ -1,7 +1,4 @@
-"""Settings -> everything a run needs, each piece made once and on its mesh.
-
-Stage in: a `Config`. Stage out: a `Setup`: mesh, plan, state, jitted step, data.
-"""
+"""Settings -> everything a run needs, each piece made once and on its mesh."""
 
 import dataclasses
 import functools

@@ -1,8 +1,4 @@
-"""The jitted train step: state in, state out, in the same places, in the same memory.
-
-Stage in: a step function written for one device, a placed train state, a mesh. Stage out: a `Step`
-that compiles once.
-"""
+"""The jitted train step: state in, state out, in the same places, in the same memory."""
 
 import contextlib
 import functools

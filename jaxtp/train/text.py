@@ -1,8 +1,7 @@
 """Training text as batches that depend on the seed and the step alone.
 
-Stage in: the `data` settings. Stage out: `Text`, whose batches are dicts for `NextToken`, on the
-host and the same in every process. A run that resumes at step 1000 sees what it would have seen,
-with no state to save: Grain's map datasets are read by index.
+A run that resumes at step 1000 sees what it would have seen, with no state to save: Grain's map
+datasets are read by index.
 """
 
 import dataclasses

@@ -1,7 +1,6 @@
 """One optimizer step, written for one device: micro-batches, loss scaling, the update.
 
-Stage in: a loss, an optimizer, a plan. Stage out: `(state, batch) -> (state, metrics)` for
-`jit_step`. What is sharded here is the gradients, and only because ZeRO says so.
+What is sharded here is the gradients, and only because ZeRO says so.
 """
 
 import dataclasses

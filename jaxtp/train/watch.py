@@ -1,8 +1,4 @@
-"""What watches a run besides `metrics.jsonl`: TensorBoard, and a profile of a few steps.
-
-Stage in: lines of metrics, a run folder. Stage out: event files; a trace and a table of the
-operations that took longest.
-"""
+"""What watches a run besides `metrics.jsonl`: TensorBoard, and a profile of a few steps."""
 
 import atexit
 import dataclasses

@@ -1,7 +1,6 @@
 """Pages: a small tree of nodes, lowered to one self-contained HTML file.
 
-Stage in: sections of `Node`s. Stage out: HTML without outside references, which works from a mail
-attachment. Drawing never raises: what cannot be drawn is written.
+Drawing never raises: what cannot be drawn is written.
 """
 
 import dataclasses

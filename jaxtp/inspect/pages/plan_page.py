@@ -1,8 +1,5 @@
 """A plan as a page: every parameter drawn as a block, cut and coloured by device.
 
-Stage in: a `Plan`, and if there is one a compiled report's heat map and timeline. Stage out: one
-HTML file without outside references, which works from a mail attachment.
-
 Everything becomes the same small `Node` tree first; `to_html` lowers it. Drawing never raises: what
 cannot be drawn is written.
 """

@@ -1,7 +1,4 @@
-"""A compiled step as a page: a heat map of its communication and its schedule as a timeline.
-
-Stage in: a `Report`. Stage out: sections.
-"""
+"""A compiled step as a page: a heat map of its communication and its schedule as a timeline."""
 
 import dataclasses
 import html

@@ -1,7 +1,5 @@
 """Hugging Face's config.json <-> jaxtp's configs, family by family.
 
-Stage in: the fields of a config.json. Stage out: a `Config`; and back.
-
 A field that is not known here is refused by name unless it is null: reading past it would give a
 model that runs and answers wrongly. The same reading proves what is written: a config goes into the
 first family whose fields, read back, give exactly that config.

@@ -1,8 +1,4 @@
-"""A Hugging Face folder: its config.json, its safetensors files, and the index over them.
-
-Stage in: a folder. Stage out: the fields of its config and its tensors by name, all files proven to
-be whole; and tensors split over files of limited size.
-"""
+"""A Hugging Face folder: its config.json, its safetensors files, and the index over them."""
 
 import json
 import math

@@ -1,7 +1,5 @@
 """A Hugging Face folder onto a mesh.
 
-Stage in: a folder of safetensors files and a mesh. Stage out: the model with its parameters placed.
-
 Everything that can be known without reading a weight is checked first: the config field by field,
 every header against its file, every tensor against the model. Then each process reads the bytes
 that its devices hold, and no others.

@@ -1,8 +1,4 @@
-"""A model into a Hugging Face folder.
-
-Stage in: a model, or its parameters and config; placed on any mesh, or on the host. Stage out: a
-folder that `transformers` loads.
-"""
+"""A model into a Hugging Face folder."""
 
 import contextlib
 import dataclasses

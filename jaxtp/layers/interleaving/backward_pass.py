@@ -1,8 +1,5 @@
 """The backward pass: the forward's turns in reverse, with whole blocks.
 
-Stage in: a `Stack`, stacked parameters, the residual stream in front of every branch, cotangents of
-both halves. Stage out: gradients of the parameters and of the halves in front of the first layer.
-
 A turn holds one half's block, recomputed and differentiated, and the other half's message: the
 cotangent of its block's input, of which each device knows the part that its weights see. A block
 has two to three times the work of the forward pass, so no piece of it need be cut.

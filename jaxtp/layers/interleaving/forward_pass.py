@@ -1,8 +1,5 @@
 """The forward pass: two halves in alternation, messages of one beside the work of the other.
 
-Stage in: a `Stack`, stacked parameters, both halves of the residual stream. Stage out: both halves
-behind the last layer, and the residual stream in front of every branch.
-
 A *unit* of work is a block on one half, or on half the tokens of one half where the block works on
 each token alone. Its result is partial; the sum over the devices is its *message*. The halves take
 turns, and each message moves beside the other half's next unit. With attention and MLP:

@@ -1,8 +1,4 @@
-"""Layers run in two halves of the batch that take turns.
-
-Stage in: the branches of stacked layers, the residual stream, the plan in force. Stage out: the
-residual stream behind the last layer, with a backward pass in the same manner.
-"""
+"""Layers run in two halves of the batch that take turns."""
 
 import functools
 from collections.abc import Sequence

@@ -1,8 +1,5 @@
 """A block as partial results, one for each tensor-parallel device, that are summed when we say so.
 
-Stage in: a block written for one device, and where a plan puts its weights. Stage out: the same
-block as a function of arrays with a leading dim for the tensor axes.
-
 Left alone, XLA sums a row product over the devices where it stands, and what stands around it is
 then all that can hide the all-reduce. Here the tensor axes are a dim of the arrays: weights are
 reshaped so that each device's part is one entry, `jax.vmap` runs the block on every entry, and the

@@ -1,7 +1,5 @@
 """The model read from its own program: `analyse` turns a function into findings.
 
-Stage in: a function, its parameters and example inputs. Stage out: `Analysis`.
-
 The stages are the files: `walk` reads the jaxpr with the table in `handlers` (`shapes`, `products`,
 `control`) and collects `facts` about `classes` of dims; `evidence` judges each class; `regions`
 chooses what is split; `report` words it; `analysis` is the whole story.

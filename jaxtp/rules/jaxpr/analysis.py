@@ -1,7 +1,6 @@
 """A traced function -> what its dataflow says about its parameters and activations.
 
-Stage in: a function, a tree of parameters, example inputs; shapes are enough. Stage out:
-`Analysis`. No parameter name is read: paths are carried along to label the findings.
+No parameter name is read: paths are carried along to label the findings.
 """
 
 import dataclasses

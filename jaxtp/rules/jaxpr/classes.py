@@ -1,8 +1,5 @@
 """Dimension classes: which dims of which arrays are one and the same dimension of the model.
 
-Stage in: sizes, and what the walker sees happen to dims (unified, reshaped, cut, joined). Stage
-out: for every dim a list of atoms, equal atoms being the same class.
-
 A dim is a tuple of atoms, major to minor; the product of their sizes is the dim's size. A dim of
 size 0 or 1 has no atoms, so broadcasting never links anything. Atoms form a union-find whose nodes
 can be *refined* after the fact: when (..., 4096) is reshaped to (32, 128) the atom 4096 gets the

@@ -1,8 +1,4 @@
-"""What products, convolutions and lookups do to dims: handlers that give evidence about weights.
-
-Stage in: the walker, one equation, its operands. Stage out: the result, and contraction, product,
-lookup and conv facts.
-"""
+"""What products, convolutions and lookups do to dims: handlers that give evidence about weights."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,4 @@
-"""Equations that hold programs, elementwise arithmetic, and primitives that nobody knows.
-
-Stage in: the walker, one equation, its operands. Stage out: the results; residual and offset facts.
-"""
+"""Equations that hold programs, elementwise arithmetic, and primitives that nobody knows."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,8 +1,5 @@
 """Facts -> what is known about each class: who produces and contracts it, and what forbids a split.
 
-Stage in: facts and the parameters' dims. Stage out: `Evidence`, which says for each class whether
-it may carry the tensor axis, as what, and if not, why not.
-
 The idea: a class that kernels produce and other kernels contract, without being the residual
 stream, is the inside of a column/row pair; splitting it costs one all-reduce at the contraction.
 Heads, kv heads and the MLP width are of that kind. Experts are classes that weights are stacked

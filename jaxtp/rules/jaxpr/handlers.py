@@ -1,7 +1,4 @@
-"""The handler table: primitive name -> what it does to dims.
-
-Stage in: nothing. Stage out: `HANDLERS`, `VIEWS` and `SIGNATURES` for the walker.
-"""
+"""The handler table: primitive name -> what it does to dims."""
 
 from collections.abc import Mapping
 

@@ -1,8 +1,5 @@
 """What the walker saw and what the solver concluded, as data.
 
-Stage in: nothing. Stage out: the fact and finding classes shared by the walker, the solver and
-their callers.
-
 Facts hold dims as they were when seen and are resolved once, at the end: refinement goes on until
 the last equation, and a fact about 4096 then speaks about 8 x 4 x 128.
 """

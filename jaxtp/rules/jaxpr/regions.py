@@ -1,8 +1,5 @@
 """Evidence -> which dim of which parameter is split, and what is decided together.
 
-Stage in: `Evidence`. Stage out: `Region`s, the chosen ones among them, and what each would be
-replaced by.
-
 A region is a set of classes that occur together in some dim (kv heads and query groups; the pieces
 of a fused projection), with all parameters that have an option on it. Two regions that want
 different dims of one parameter exclude each other; the set that covers most parameter elements

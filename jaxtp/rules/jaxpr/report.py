@@ -1,6 +1,6 @@
 """Regions and facts -> one finding per parameter, with its reasons.
 
-Stage in: `Evidence` and `Regions`. Stage out: `Finding`s. Nothing is decided here.
+Nothing is decided here.
 """
 
 from collections.abc import Sequence

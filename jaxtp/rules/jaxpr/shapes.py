@@ -1,7 +1,4 @@
-"""What shape operations do to dims: handlers that move, drop, repeat or reduce elements.
-
-Stage in: the walker, one equation, its operands. Stage out: the dims of each result.
-"""
+"""What shape operations do to dims: handlers that move, drop, repeat or reduce elements."""
 
 from collections.abc import Sequence
 from typing import Any

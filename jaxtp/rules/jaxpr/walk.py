@@ -1,8 +1,5 @@
 """The walker: reads a jaxpr once, front to back, and collects facts about dims.
 
-Stage in: a closed jaxpr and one value per input. Stage out: facts, and a `Scope` tree with the dims
-of every value.
-
 Every sub-jaxpr is read where it is called (inlined), so that a `jit`, a `remat` or a `custom_vjp`
 changes nothing. What a primitive does to dims is in the table of `handlers`; a primitive that is
 not in it is entered if it holds a jaxpr, taken as elementwise if its shapes allow, and is otherwise
