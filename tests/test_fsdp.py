@@ -69,6 +69,28 @@ def test_memory_is_the_formula_and_layers_are_never_cut(model):
     assert plan.bytes_per_device < 1.02 * plan.num_bytes / 64
 
 
+def scanned(params, x):
+    """An MLP with residual, one layer after another; nothing in its names or norms says so."""
+
+    def layer(x, w):
+        return x + jax.nn.relu(x @ w["a"]) @ w["b"], None
+
+    return jax.lax.scan(layer, x, params)[0]
+
+
+@pytest.mark.parametrize("layers", [64, 6])
+def test_a_scan_shows_which_dim_counts_layers(layers):
+    """The dataflow sees the stack that names cannot: fsdp leaves it alone, pp deals it out."""
+    tree, x = shapes(a=(layers, 32, 48), b=(layers, 48, 32)), jnp.ones((4, 32))
+    plan = jaxtp.make_plan(tree, MESH, fn=scanned, inputs=(x,))
+    assert plan["a"].partition_spec == P(None, "fsdp", "tp")
+    assert plan["b"].partition_spec == P(None, "tp", "fsdp")
+    plan = jaxtp.make_plan(tree, {"pp": 2, "tp": 4}, fn=scanned, inputs=(x,))
+    assert plan["a"].partition_spec == P("pp", None, "tp")
+    assert plan.stages is not None
+    assert plan.stages.num_layers == layers
+
+
 @pytest.mark.parametrize(
     ("spec", "shape", "expected"),
     [

@@ -7,14 +7,14 @@ from jaxtp.errors import ConflictingDecisions, JaxtpWarning
 from jaxtp.mesh.axes import MeshShape
 from jaxtp.plan import trees
 from jaxtp.plan.trees import Param
-from jaxtp.rules import block_tree, fallback, heads, names, path_words, resolve
+from jaxtp.rules import fallback, heads, model_tree, names, path_words, resolve
 from jaxtp.rules.model_dims import ModelDims
 from jaxtp.rules.roles import Placement, Role, Source, Vote
 from jaxtp.rules.words import Word
 
 
-def block_of(shapes, **dims):
-    return block_tree.read(trees.flatten(structs(shapes)), ModelDims(**dims))
+def tree_of(shapes, **dims):
+    return model_tree.read(trees.flatten(structs(shapes)), ModelDims(**dims))
 
 
 def roles(shapes, **dims):
@@ -118,17 +118,17 @@ def test_attention_is_known_by_its_children():
     ],
 )
 def test_layer_dims_show_in_norms(shapes, stacked):
-    leaf = block_of(shapes).leaves["h/fc/kernel"]
+    leaf = tree_of(shapes).leaves["h/fc/kernel"]
     everything = tuple(range(len(leaf.param.shape)))
     assert leaf.core == tuple(d for d in everything if d != stacked)
 
 
 def test_a_stack_without_norms_needs_the_number_of_layers():
     shapes = {"h/fc/kernel": (6, 64, 256)}
-    assert block_of(shapes).leaves["h/fc/kernel"].core == (0, 1, 2)
-    assert block_of(shapes, layers=6).leaves["h/fc/kernel"].core == (1, 2)
+    assert tree_of(shapes).leaves["h/fc/kernel"].core == (0, 1, 2)
+    assert tree_of(shapes, layers=6).leaves["h/fc/kernel"].core == (1, 2)
     # As many heads or experts as layers leave it open.
-    assert block_of(shapes, layers=6, experts=6).leaves["h/fc/kernel"].core == (0, 1, 2)
+    assert tree_of(shapes, layers=6, experts=6).leaves["h/fc/kernel"].core == (0, 1, 2)
 
 
 @pytest.mark.parametrize(
@@ -142,12 +142,12 @@ def test_a_stack_without_norms_needs_the_number_of_layers():
     ],
 )
 def test_a_kernels_order_shows_in_its_bias_or_the_stream(shapes, out_first):
-    block = block_of(shapes)
-    assert block.out_first(block.leaves["mlp/fc1/kernel"]) is out_first
+    tree = tree_of(shapes)
+    assert tree.out_first(tree.leaves["mlp/fc1/kernel"]) is out_first
 
 
 def test_two_towers_may_store_kernels_differently():
-    block = block_of(
+    tree = tree_of(
         {
             "vision/fc1/kernel": (64, 256),
             "vision/fc1/bias": (256,),
@@ -156,8 +156,8 @@ def test_two_towers_may_store_kernels_differently():
             "text/attn/c_proj/kernel": (64, 64),
         }
     )
-    assert block.out_first(block.leaves["text/attn/c_proj/kernel"])
-    assert not block.out_first(block.leaves["vision/fc1/kernel"])
+    assert tree.out_first(tree.leaves["text/attn/c_proj/kernel"])
+    assert not tree.out_first(tree.leaves["vision/fc1/kernel"])
 
 
 def test_a_norm_nearby_outranks_the_token_table():

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 
 from jaxtp.errors import SizeMismatch, join
 from jaxtp.rules import heads
-from jaxtp.rules.block_tree import Block, Leaf, ancestors, lowest_common
 from jaxtp.rules.heads import Heads
+from jaxtp.rules.model_tree import Leaf, ModelTree, ancestors, lowest_common
 from jaxtp.rules.path_words import head_norm
 from jaxtp.rules.roles import Placement, Role, Source, Vote
 from jaxtp.rules.words import ATTENTION, ENTERS_ATTENTION, Word
@@ -39,13 +39,13 @@ class Slot:
     parted: bool
 
 
-def votes(block: Block) -> Iterator[Vote]:
+def votes(tree: ModelTree) -> Iterator[Vote]:
     """Votes for every attention block of a tree.
 
     Raises:
         SizeMismatch: TP003, if heads were given that fit no attention block of the tree.
     """
-    members = [leaf for leaf in block.leaves.values() if leaf.name.word in ATTENTION]
+    members = [leaf for leaf in tree.leaves.values() if leaf.name.word in ATTENTION]
     groups = lowest_common(members, _at_home, lambda leaf: leaf.name.word)
     # A projection around whole blocks finds their queries below it, but none of its own.
     groups = {
@@ -53,29 +53,29 @@ def votes(block: Block) -> Iterator[Vote]:
         for node, group in groups.items()
         if any(leaf.name.word in ENTERS_ATTENTION for leaf in group)
     }
-    extras = _extras(block, groups)
-    tables = heads.table_sizes(block)
+    extras = _extras(tree, groups)
+    tables = heads.table_sizes(tree)
     known: dict[str, Heads] = {}
     for node, group in groups.items():
-        slots = [s for leaf in group if (s := _slot(block, leaf)) is not None]
+        slots = [s for leaf in group if (s := _slot(tree, leaf)) is not None]
         near = next((tables[n] for n in _upwards(node) if n in tables), [])
-        found = _heads(block, slots, extras.get(node, []), near)
+        found = _heads(tree, slots, extras.get(node, []), near)
         yield from _group_votes(node, group, slots, found)
         if found is not None:
             known[node] = found
             yield from _norm_votes(node, extras.get(node, []), slots, found)
-    _check_given(block, groups, known)
-    yield from _table_votes(block, known)
+    _check_given(tree, groups, known)
+    yield from _table_votes(tree, known)
 
 
 def _at_home(words: Counter[object], leaf: Leaf) -> bool:
     return words[Word.O] > 0 and any(words[w] for w in ENTERS_ATTENTION)
 
 
-def _extras(block: Block, groups: dict[str, list[Leaf]]) -> dict[str, list[Leaf]]:
+def _extras(tree: ModelTree, groups: dict[str, list[Leaf]]) -> dict[str, list[Leaf]]:
     """Norms inside each attention block."""
     found: dict[str, list[Leaf]] = {}
-    for leaf in block.leaves.values():
+    for leaf in tree.leaves.values():
         if leaf.name.word is Word.NORM:
             home = next((n for n in leaf.nodes if n in groups), None)
             if home is not None:
@@ -83,7 +83,7 @@ def _extras(block: Block, groups: dict[str, list[Leaf]]) -> dict[str, list[Leaf]
     return found
 
 
-def _slot(block: Block, leaf: Leaf) -> Slot | None:
+def _slot(tree: ModelTree, leaf: Leaf) -> Slot | None:
     """Where the heads are in one array; None for an array that has none, such as an output bias."""
     word, sizes, dims = leaf.name.word, leaf.sizes, leaf.core
     rest = list(range(len(sizes)))
@@ -93,7 +93,7 @@ def _slot(block: Block, leaf: Leaf) -> Slot | None:
     elif len(rest) < 2:
         return None
     else:
-        rest.remove(_model_dim(block, leaf))
+        rest.remove(_model_dim(tree, leaf))
     parted = word not in PARTED
     if not parted and len(rest) > 1:
         parts = [i for i in rest if sizes[i] == (2 if word is Word.KV else 3)]
@@ -108,7 +108,7 @@ def _slot(block: Block, leaf: Leaf) -> Slot | None:
     return Slot(leaf, dims[rest[0]], sizes[rest[0]], head_dim, parted)
 
 
-def _model_dim(block: Block, leaf: Leaf) -> int:
+def _model_dim(tree: ModelTree, leaf: Leaf) -> int:
     """Index of the dim that is not heads: the residual stream, or a low rank that feeds the heads.
 
     Flat kernels are (in, out) unless the tree stores (out, in); 3-D ones are (embed, heads,
@@ -117,10 +117,10 @@ def _model_dim(block: Block, leaf: Leaf) -> int:
     rank = len(leaf.sizes)
     entering = leaf.name.word is not Word.O
     if rank == 2:
-        return 0 if entering != block.out_first(leaf) else 1
+        return 0 if entering != tree.out_first(leaf) else 1
     usual, other = (0, rank - 1) if entering else (rank - 1, 0)
     order = (usual, other, *range(1, rank - 1))
-    for known in block.known(leaf):
+    for known in tree.known(leaf):
         found = next((i for i in order if leaf.sizes[i] in known), None)
         if found is not None:
             return found
@@ -128,7 +128,7 @@ def _model_dim(block: Block, leaf: Leaf) -> int:
 
 
 def _heads(
-    block: Block, slots: list[Slot], norms: list[Leaf], tables: list[tuple[int, ...]]
+    tree: ModelTree, slots: list[Slot], norms: list[Leaf], tables: list[tuple[int, ...]]
 ) -> Heads | None:
     """Head counts of one block, from 3-D kernels, given sizes, norms, tables or usual widths."""
     kernels = [s for s in slots if not s.leaf.name.bias]
@@ -143,7 +143,7 @@ def _heads(
         return Heads(whole.size, count, f"kernel of {whole.size} heads x {whole.head_dim}")
     # A query wider than the output carries a gate beside each head, or a position part.
     kv_size = whole.size if kv is None or kv.size > whole.size else kv.size
-    return heads.count(block.dims, whole.size, kv_size, norms, tables)
+    return heads.count(tree.dims, whole.size, kv_size, norms, tables)
 
 
 def _upwards(node: str) -> tuple[str, ...]:
@@ -228,14 +228,14 @@ def _norm_votes(node: str, norms: list[Leaf], slots: list[Slot], found: Heads) -
         )
 
 
-def _table_votes(block: Block, known: dict[str, Heads]) -> Iterator[Vote]:
+def _table_votes(tree: ModelTree, known: dict[str, Heads]) -> Iterator[Vote]:
     """Tables with one entry per head follow the heads of the nearest attention blocks."""
     below: dict[str, set[Heads]] = {}
     for node, found in known.items():
         parts = node.split("/") if node else []
         for n in range(len(parts) + 1):
             below.setdefault("/".join(parts[:n]), set()).add(found)
-    for leaf in block.leaves.values():
+    for leaf in tree.leaves.values():
         if leaf.name.word is not Word.HEAD_TABLE:
             continue
         near = next((below[n] for n in leaf.nodes if n in below), set[Heads]())
@@ -254,10 +254,10 @@ def _table_votes(block: Block, known: dict[str, Heads]) -> Iterator[Vote]:
 
 
 def _check_given(
-    block: Block, groups: Mapping[str, list[Leaf]], known: Mapping[str, Heads]
+    tree: ModelTree, groups: Mapping[str, list[Leaf]], known: Mapping[str, Heads]
 ) -> None:
     """Given heads that fit nowhere are a mistake; two towers, of which one fits, are not."""
-    dims = block.dims
+    dims = tree.dims
     fits = any(dims.heads in (h.query, h.kv) for h in known.values())
     if not dims.heads or not dims.insist or not groups or fits:
         return

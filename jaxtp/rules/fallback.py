@@ -1,4 +1,4 @@
-"""Claims -> decisions that fit the mesh: the factored tensor axis (DESIGN D5).
+"""Claims -> decisions that fit the mesh, whose tensor axis is factored where units do not divide.
 
 Units are never cut; what does not divide takes a prefix of the axis, with its price.
 """
@@ -271,7 +271,7 @@ def _price_of_given(claim: Claim, spec: Spec, mesh: MeshShape) -> str:
     """What an override costs against the placement it overrules; "" if it costs nothing.
 
     A device that needs the other piece fetches it: a ring all-gather of the array sends (w - 1) / w
-    of its bytes (DESIGN 2), where w is the number of pieces.
+    of its bytes, where w is the number of pieces.
     """
     wanted = next((p for v in claim.overruled for p in v.placements if p is not None), None)
     if wanted is None or not spec:

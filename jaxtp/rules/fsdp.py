@@ -7,14 +7,13 @@ one group that holds it, instead of a piece from everybody.
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from jaxtp.errors import BadConfig
 from jaxtp.mesh.axes import MeshShape
 from jaxtp.plan.decisions import ParamDecision
-from jaxtp.plan.trees import Param, Spec
-from jaxtp.rules import block_tree
-from jaxtp.rules.model_dims import ModelDims
+from jaxtp.plan.trees import Spec
+from jaxtp.rules.resolve import Claim
 
 STAGES = (0, 1, 2, 3)
 
@@ -24,18 +23,16 @@ scales, biases, routers. Each would cost a collective of its own for next to no 
 
 
 def spread(
+    claims: Sequence[Claim],
     decisions: Sequence[ParamDecision],
-    params: Mapping[str, Param],
-    dims: ModelDims,
     mesh: MeshShape,
     stage: int,
 ) -> tuple[ParamDecision, ...]:
     """The decisions with the fsdp axis where the stage wants it.
 
     Args:
-        decisions: One per parameter, on the plan's mesh.
-        params: The parameters, from which names and shapes show the dims that count layers.
-        dims: Sizes the user gave.
+        claims: One per parameter; they know the dims that count layers.
+        decisions: One per claim, on the plan's mesh.
         mesh: The plan's mesh shape; without an fsdp axis nothing changes.
         stage: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters.
 
@@ -46,8 +43,7 @@ def spread(
         raise BadConfig(f"there is no ZeRO stage {stage}", where="zero", fix="0, 1, 2 or 3")
     if not mesh.fsdp or stage == 0:
         return tuple(decisions)
-    block = block_tree.read(params, dims)
-    inside = [frozenset(block.leaves[d.path].core) for d in decisions]
+    inside = [frozenset(range(len(c.param.shape))) - {*c.stacked_dims} for c in claims]
     sizes = [math.prod(d.shape[i] for i in core) for d, core in zip(decisions, inside, strict=True)]
     least = max(sizes, default=0) / SMALL_SHARE
     return tuple(

@@ -4,8 +4,8 @@ import dataclasses
 import math
 from collections.abc import Iterable
 
-from jaxtp.rules.block_tree import Block, Leaf
 from jaxtp.rules.model_dims import ModelDims
+from jaxtp.rules.model_tree import Leaf, ModelTree
 from jaxtp.rules.path_words import head_norm, low_rank
 from jaxtp.rules.words import Word
 
@@ -117,10 +117,10 @@ def _norm_width(norms: Iterable[Leaf], query: int) -> int:
     return widths.pop() if len(widths) == 1 else 0
 
 
-def table_sizes(block: Block) -> dict[str, list[tuple[int, ...]]]:
+def table_sizes(tree: ModelTree) -> dict[str, list[tuple[int, ...]]]:
     """Node -> sizes that may be head counts, of tables with one entry per head below it."""
     found: dict[str, list[tuple[int, ...]]] = {}
-    for leaf in block.leaves.values():
+    for leaf in tree.leaves.values():
         if leaf.name.word is Word.HEAD_TABLE and leaf.sizes:
             # A looked-up table is (buckets, heads); an array of no known kind may be turned.
             looked_up = leaf.param.path.endswith("/embedding")

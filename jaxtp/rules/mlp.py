@@ -9,7 +9,7 @@ import dataclasses
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 
-from jaxtp.rules.block_tree import Block, Leaf
+from jaxtp.rules.model_tree import Leaf, ModelTree
 from jaxtp.rules.roles import Placement, Role, Source, Vote
 from jaxtp.rules.words import ATTENTION, Word
 
@@ -86,7 +86,7 @@ Option = tuple[int, int | None, int]
 Options = dict[Option, list[Matrix]]
 
 
-def votes(block: Block) -> Iterator[Vote]:
+def votes(tree: ModelTree) -> Iterator[Vote]:
     """Votes for every MLP and expert block of a tree, biases included.
 
     Nodes are visited from the leaves of the tree to its root; a matrix is decided at the lowest
@@ -94,31 +94,31 @@ def votes(block: Block) -> Iterator[Vote]:
     """
     pending: defaultdict[str, list[Leaf]] = defaultdict(list)
     biases: defaultdict[str, list[Leaf]] = defaultdict(list)
-    routers = _sizes_near(block, {Word.ROUTER})
-    gates = _sizes_near(block, {Word.ROUTER, Word.IN})  # "gate" may mean either
-    for leaf in block.leaves.values():
+    routers = _sizes_near(tree, {Word.ROUTER})
+    gates = _sizes_near(tree, {Word.ROUTER, Word.IN})  # "gate" may mean either
+    for leaf in tree.leaves.values():
         if leaf.name.bias:
             biases[leaf.name.stem].append(leaf)
         elif leaf.name.word not in NOT_MLP and (len(leaf.core) in (2, 3) or 2 in leaf.sizes):
             pending[leaf.nodes[0]].append(leaf)
-    nodes = dict.fromkeys(n for leaf in block.leaves.values() for n in leaf.nodes)
+    nodes = dict.fromkeys(n for leaf in tree.leaves.values() for n in leaf.nodes)
     for node in sorted(nodes, key=lambda n: (-n.count("/") - bool(n), n)):
         leaves = pending.pop(node, [])
-        for inner, members in _pairs(block, leaves, gates[node] | {block.dims.experts}):
+        for inner, members in _pairs(tree, leaves, gates[node] | {tree.dims.experts}):
             used = {m.leaf.param.path for m in members}
             leaves = [leaf for leaf in leaves if leaf.param.path not in used]
-            yield from _pair_votes(block, node, inner, members, gates[node], biases)
-        for vote in _flattened_votes(block, node, leaves, routers[node]):
+            yield from _pair_votes(tree, node, inner, members, gates[node], biases)
+        for vote in _flattened_votes(tree, node, leaves, routers[node]):
             leaves = [leaf for leaf in leaves if leaf.param.path != vote.path]
             yield vote
         if node and leaves:
             pending[node.rpartition("/")[0]].extend(leaves)
 
 
-def _sizes_near(block: Block, named: set[Word]) -> defaultdict[str, set[int]]:
+def _sizes_near(tree: ModelTree, named: set[Word]) -> defaultdict[str, set[int]]:
     """Node -> sizes of kernels of that name up to three levels below it."""
     found: defaultdict[str, set[int]] = defaultdict(set)
-    for leaf in block.leaves.values():
+    for leaf in tree.leaves.values():
         if leaf.name.word in named and len(leaf.sizes) == 2:
             for node in leaf.nodes[:4]:
                 found[node] |= set(leaf.sizes)
@@ -143,7 +143,7 @@ def _views_of(leaf: Leaf, dims: tuple[int, ...]) -> Iterator[Matrix]:
 
 
 def _pairs(
-    block: Block, leaves: list[Leaf], routed: set[int]
+    tree: ModelTree, leaves: list[Leaf], routed: set[int]
 ) -> Iterator[tuple[int, list[Matrix]]]:
     """(inner width, its matrices) at one node, the width that covers most first."""
     if len(leaves) < 2:
@@ -152,12 +152,12 @@ def _pairs(
     present = Counter(m.own_key for m in views)
     options: Options = {}
     for m in views:
-        for key, inner in m.partners(block.out_first(m.leaf)):
+        for key, inner in m.partners(tree.out_first(m.leaf)):
             if present[key] and min(m.a, m.b) > 1:
-                width = inner or _inner_width(block, m)
+                width = inner or _inner_width(tree, m)
                 options.setdefault((width, m.stack, m.count), []).append(m)
                 break
-    options = options or _alike(block, views) or _chain(block, views)
+    options = options or _alike(tree, views) or _chain(tree, views)
     options = {k: v for k, v in options.items() if _named(v) or not _doubtful(k, v, views, routed)}
     used: set[str] = set()
     for (inner, _, _), members in sorted(options.items(), key=_covered):
@@ -173,18 +173,18 @@ def _covered(option: tuple[Option, list[Matrix]]) -> tuple[int, int]:
     return (-sum(m.leaf.param.size for m in members), -1 if stack is None else stack)
 
 
-def _inner_width(block: Block, m: Matrix) -> int:
+def _inner_width(tree: ModelTree, m: Matrix) -> int:
     """Which size is inside the MLP: not the stream's, else as the name says, else the larger."""
-    beside, word = _beside_stream(block, m), m.leaf.name.word
+    beside, word = _beside_stream(tree, m), m.leaf.name.word
     if beside or word not in (Word.IN, Word.OUT):
         return beside or max(m.a, m.b)
-    in_first = m.stack is not None or not block.out_first(m.leaf)
+    in_first = m.stack is not None or not tree.out_first(m.leaf)
     return m.b if (word is Word.IN) == in_first else m.a
 
 
-def _beside_stream(block: Block, m: Matrix) -> int:
+def _beside_stream(tree: ModelTree, m: Matrix) -> int:
     """The size that is not the residual stream's, 0 where both or neither may be."""
-    for known in block.known(m.leaf):
+    for known in tree.known(m.leaf):
         if (m.a in known) != (m.b in known):
             return m.b if m.a in known else m.a
     return 0
@@ -219,12 +219,12 @@ def _doubtful(
     return len(sides) > 1 and len(members) + keys >= 4 * few
 
 
-def _alike(block: Block, views: Iterable[Matrix]) -> Options:
+def _alike(tree: ModelTree, views: Iterable[Matrix]) -> Options:
     """Matrices stored alike, (inner, stream) both ways, of which a name says that some enter."""
     options: defaultdict[Option, list[Matrix]] = defaultdict(list)
     for m in views:
         if m.stack is not None or not m.leaf.name.experts:  # experts may lie one after another
-            inner = _beside_stream(block, m) or max(m.a, m.b)
+            inner = _beside_stream(tree, m) or max(m.a, m.b)
             options[(inner, m.stack, m.count)].append(m)
     return {
         option: members
@@ -236,16 +236,16 @@ def _alike(block: Block, views: Iterable[Matrix]) -> Options:
     }
 
 
-def _chain(block: Block, views: Iterable[Matrix]) -> Options:
+def _chain(tree: ModelTree, views: Iterable[Matrix]) -> Options:
     """Without a residual stream: a width that one matrix ends in and another begins with."""
     flat = [m for m in views if m.stack is None]
     ends, begins = {m.b for m in flat if m.a != m.b}, {m.a for m in flat if m.a != m.b}
-    widths = (ends & begins) - block.streams - block.widths
+    widths = (ends & begins) - tree.streams - tree.widths
     return {(w, None, 0): [m for m in flat if (m.a == w) != (m.b == w)] for w in widths}
 
 
 def _pair_votes(
-    block: Block,
+    tree: ModelTree,
     node: str,
     inner: int,
     members: list[Matrix],
@@ -255,11 +255,11 @@ def _pair_votes(
     count = members[0].count
     group = f"{node}:mlp:{inner}" + (f":{count}" if count else "")
     named = all(m.leaf.name.experts for m in members)
-    experts = count if count and (named or count == block.dims.experts or count in routed) else 0
+    experts = count if count and (named or count == tree.dims.experts or count in routed) else 0
     partners = ", ".join(m.leaf.name.stem.removeprefix(f"{node}/") for m in members[:3])
     for m in members:
-        dim = _inner_dim(block, m, inner)
-        out_first = block.out_first(m.leaf) and m.stack is None
+        dim = _inner_dim(tree, m, inner)
+        out_first = tree.out_first(m.leaf) and m.stack is None
         alike = m.leaf.name.word is Word.IN and dim == m.rows
         role = Role.COLUMN if alike or (dim == m.cols) != out_first else Role.ROW
         reason = f"inner width {inner} of {partners}"
@@ -277,12 +277,12 @@ def _pair_votes(
 
 
 def _flattened_votes(
-    block: Block, node: str, leaves: Iterable[Leaf], routed: set[int]
+    tree: ModelTree, node: str, leaves: Iterable[Leaf], routed: set[int]
 ) -> Iterator[Vote]:
     """Experts one after another in one dim: (experts x inner, stream), each matrix stored alike."""
     flat = [leaf for leaf in leaves if leaf.name.experts and len(leaf.sizes) == 2]
-    streams = block.streams | block.widths
-    experts = block.dims.experts or min(routed - streams, default=0)
+    streams = tree.streams | tree.widths
+    experts = tree.dims.experts or min(routed - streams, default=0)
     for leaf in flat if experts > 1 and len(flat) > 1 else ():
         outer = [d for d in leaf.core if leaf.param.shape[d] not in streams]
         if len(outer) == 1 and leaf.param.shape[outer[0]] % experts == 0:
@@ -292,13 +292,13 @@ def _flattened_votes(
             yield Vote(path, Source.NAMES, Role.EXPERT, reason, (choice,), group)
 
 
-def _inner_dim(block: Block, m: Matrix, inner: int) -> int:
+def _inner_dim(tree: ModelTree, m: Matrix, inner: int) -> int:
     """The dim with the inner width, or with twice of it where gate and up share it."""
     if m.a != m.b:
         fits = [d for d, n in ((m.cols, m.b), (m.rows, m.a)) if n == inner]
         return fits[0] if fits else m.cols if m.b == 2 * inner else m.rows
     entering = m.leaf.name.word is not Word.OUT
-    return m.cols if entering != (block.out_first(m.leaf) and m.stack is None) else m.rows
+    return m.cols if entering != (tree.out_first(m.leaf) and m.stack is None) else m.rows
 
 
 def _bias_vote(bias: Leaf, inner: int, experts: int, group: str) -> Vote:

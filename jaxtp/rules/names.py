@@ -1,14 +1,15 @@
-"""Evidence from names and shapes, for every leaf of a tree.
+"""Evidence from names and shapes: one vote for every leaf of a tree.
 
 This source always has an opinion, if only "no evidence: whole".
 """
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 
 from jaxtp.plan.trees import Param
-from jaxtp.rules import attention, block_tree, mlp, vocab
-from jaxtp.rules.block_tree import Block, Leaf
+from jaxtp.rules import attention, mlp, model_tree, vocab
 from jaxtp.rules.model_dims import ModelDims
+from jaxtp.rules.model_tree import Leaf, ModelTree
 from jaxtp.rules.path_words import spaced
 from jaxtp.rules.roles import Role, Source, Vote
 from jaxtp.rules.words import RECURRENT, Word
@@ -28,24 +29,30 @@ def votes(params: Mapping[str, Param], dims: ModelDims) -> list[Vote]:
     Raises:
         SizeMismatch: TP003, if given head counts fit no attention block.
     """
-    block = block_tree.read(params, dims)
+    tree = model_tree.read(params, dims)
     found: dict[str, Vote] = {}
     for source in (_recurrent, attention.votes, mlp.votes, vocab.votes):
-        for vote in source(block):
+        for vote in source(tree):
             found.setdefault(vote.path, vote)
-    routed = {n for leaf in block.leaves.values() if leaf.name.experts for n in leaf.nodes}
-    return [found.get(path) or _whole(leaf, routed) for path, leaf in block.leaves.items()]
+    routed = {n for leaf in tree.leaves.values() if leaf.name.experts for n in leaf.nodes}
+    return [
+        dataclasses.replace(
+            found.get(path) or _whole(leaf, routed),
+            stacked_dims=() if leaf.layer is None else (leaf.layer,),
+        )
+        for path, leaf in tree.leaves.items()
+    ]
 
 
-def _recurrent(block: Block) -> Iterator[Vote]:
+def _recurrent(tree: ModelTree) -> Iterator[Vote]:
     """Everything inside a recurrent mixer: names do not tell which of its widths stay apart."""
     mixers = {
         leaf.nodes[0]
-        for leaf in block.leaves.values()
+        for leaf in tree.leaves.values()
         if RECURRENT.search(spaced(leaf.param.path.rpartition("/")[2]))
     }
     reason = "inside a recurrent mixer (state space, linear attention): whole"
-    for leaf in block.leaves.values() if mixers else ():
+    for leaf in tree.leaves.values() if mixers else ():
         if not mixers.isdisjoint(leaf.nodes):
             yield Vote(leaf.param.path, Source.NAMES, Role.UNKNOWN, reason)
 

@@ -2,31 +2,27 @@
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from jaxtp.errors import BadSpec, BadStages, join
 from jaxtp.mesh.axes import MeshShape
 from jaxtp.plan.decisions import ParamDecision
 from jaxtp.plan.stages import Stages
 from jaxtp.plan.stored_form import Blocks
-from jaxtp.plan.trees import Param
-from jaxtp.rules import block_tree
-from jaxtp.rules.model_dims import ModelDims
+from jaxtp.rules.resolve import Claim
 
 
 def deal(
+    claims: Sequence[Claim],
     decisions: Sequence[ParamDecision],
-    params: Mapping[str, Param],
-    dims: ModelDims,
     mesh: MeshShape,
     stages: Stages | None,
 ) -> tuple[Stages | None, tuple[ParamDecision, ...]]:
     """How layers are dealt out, and the decisions with the pp axis in them.
 
     Args:
-        decisions: One per parameter, on the plan's mesh.
-        params: The parameters, from which names and shapes show the dims that count layers.
-        dims: Sizes the user gave.
+        claims: One per parameter; they know the dims that count layers.
+        decisions: One per claim, on the plan's mesh.
         mesh: The plan's mesh shape; without a pp axis of several devices nothing changes.
         stages: How the user wants layers dealt out; None for evenly, one round, as many
             micro-batches as stages.
@@ -45,11 +41,10 @@ def deal(
         )
     if num_stages == 1:
         return stages, tuple(decisions)
-    block = block_tree.read(params, dims)
-    layer_dim = {path: leaf.layer for path, leaf in block.leaves.items() if leaf.layer is not None}
     depths: Counter[int] = Counter()
-    for path, dim in layer_dim.items():
-        depths[params[path].shape[dim]] += params[path].size
+    for claim in claims:
+        for dim in claim.stacked_dims:
+            depths[claim.param.shape[dim]] += claim.param.size
     if not depths:
         raise BadStages(
             f"pp={num_stages}, and no parameter is a stack of layers",
@@ -67,15 +62,18 @@ def deal(
             where="stages",
             fix=f"deal out {join(depths)} layers",
         )
-    dealt = (_deal(d, layer_dim.get(d.path), mesh, stages) for d in decisions)
+    dealt = (
+        _deal(decision, claim.stacked_dims, mesh, stages)
+        for claim, decision in zip(claims, decisions, strict=True)
+    )
     return stages, tuple(dealt)
 
 
 def _deal(
-    decision: ParamDecision, dim: int | None, mesh: MeshShape, stages: Stages
+    decision: ParamDecision, stacked: Sequence[int], mesh: MeshShape, stages: Stages
 ) -> ParamDecision:
-    if dim is not None and decision.shape[dim] != stages.num_layers:
-        dim = None  # a stack beside the one that the stages share
+    # Other sizes count the layers of a stack beside the one that the stages share.
+    dim = next((d for d in stacked if decision.shape[d] == stages.num_layers), None)
     if any(mesh.pp in axes for d, axes in enumerate(decision.spec) if d != dim):
         raise BadSpec(
             f"the axis {mesh.pp} cuts another dim than the layers",

@@ -55,7 +55,8 @@ def make_plan(
         head_dim: Width of one head, in elements.
         overrides: Regular expression searched in the path -> PartitionSpec. Outranks everything.
         axis_names: What jaxtp calls an axis -> what the mesh calls it, e.g. `{"tp": "model"}`.
-        policy: For units that do not divide: "factor", "replicate" or "error" (DESIGN D5).
+        policy: For units that do not divide: "factor" takes the widest part of the tensor axis
+            that divides, "replicate" keeps them replicated, "error" refuses.
         zero: What an fsdp axis cuts: 0 the batch alone, 1 also optimizer state, 2 also gradients, 3
             also parameters.
         stages: How stacked layers are dealt out along a pp axis; by default evenly, in one round,
@@ -92,8 +93,8 @@ def make_plan(
     claims = resolve.decide(leaves, votes)
     shape, decisions = fallback.fit(claims, shape, policy, pad_vocab=pad_vocab)
     decisions = fused.hold(claims, decisions, shape, policy)
-    stages, decisions = pipeline.deal(decisions, leaves, dims, shape, stages)
-    decisions = fsdp.spread(decisions, leaves, dims, shape, zero)
+    stages, decisions = pipeline.deal(claims, decisions, shape, stages)
+    decisions = fsdp.spread(claims, decisions, shape, zero)
     notes = (
         *resolve.disagreements(claims),
         *review.review(decisions, shape, mesh, strict=strict, budget=replicated_budget),

@@ -62,10 +62,19 @@ def decide(params: Mapping[str, Param], votes: Iterable[Vote]) -> list[Claim]:
             winner = _refined(winner, other)
         reasons = tuple(_reason(v, winner) for v in ranked)
         overruled = tuple(v for v in ranked if _overrules(winner, v))
-        stacked = next((v.stacked_dims for v in reversed(ranked) if v.stacked_dims), ())
-        claims.append(Claim(param, winner, reasons, overruled, stacked))
+        claims.append(Claim(param, winner, reasons, overruled, _stacked(ranked)))
     problems.raise_any()
     return claims
+
+
+def _stacked(ranked: list[Vote]) -> tuple[int, ...]:
+    """Layer dims by the strongest vote that has any, less those that a stronger one splits."""
+    for n, vote in enumerate(reversed(ranked)):
+        if vote.stacked_dims:
+            stronger = ranked[len(ranked) - n :]
+            split = {p.dim for v in stronger for p in v.placements if p is not None}
+            return tuple(d for d in vote.stacked_dims if d not in split)
+    return ()
 
 
 def agree(a: Vote, b: Vote) -> bool:

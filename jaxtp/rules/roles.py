@@ -61,7 +61,7 @@ class Role(StrEnum):
 
 
 class Source(IntEnum):
-    """Where a vote comes from; the larger number outranks the smaller (DESIGN D2)."""
+    """Where a vote comes from; the larger number outranks the smaller."""
 
     NAMES = 1
     DATAFLOW = 2

@@ -2,27 +2,27 @@
 
 from collections.abc import Iterator
 
-from jaxtp.rules.block_tree import Block, Leaf
+from jaxtp.rules.model_tree import Leaf, ModelTree
 from jaxtp.rules.roles import Placement, Role, Source, Vote
 from jaxtp.rules.words import ATTENTION, Word
 
 NEVER_HEAD = ATTENTION | {Word.NORM, Word.TOKENS, Word.POSITION, Word.CONV, Word.ROUTER}
 
 FEWEST_TOKENS = 1024
-"""An output at least this wide is a vocabulary where only its size tells (DATAFLOW 3.5)."""
+"""An output at least this wide is a vocabulary where only its size tells."""
 
 
-def votes(block: Block) -> Iterator[Vote]:
+def votes(tree: ModelTree) -> Iterator[Vote]:
     """Votes for token tables, heads, and biases as long as the vocabulary."""
-    vocabs = {block.dims.vocab_size} - {0}
-    for leaf in block.leaves.values():
+    vocabs = {tree.dims.vocab_size} - {0}
+    for leaf in tree.leaves.values():
         if leaf.name.word is Word.TOKENS and not leaf.name.bias and _is_table(leaf):
-            dim = _vocab_dim(block, leaf, vocabs)
+            dim = _vocab_dim(tree, leaf, vocabs)
             size = leaf.param.shape[dim]
             vocabs.add(size)
             yield _vote(leaf, dim, f"table of {size} tokens")
-    known = block.streams | block.widths
-    for leaf in block.leaves.values():
+    known = tree.streams | tree.widths
+    for leaf in tree.leaves.values():
         if leaf.name.word not in NEVER_HEAD:
             yield from _head_votes(leaf, vocabs, known)
 
@@ -32,13 +32,13 @@ def _is_table(leaf: Leaf) -> bool:
     return len(leaf.sizes) > 1 and min(leaf.sizes) > 1
 
 
-def _vocab_dim(block: Block, leaf: Leaf, vocabs: set[int]) -> int:
+def _vocab_dim(tree: ModelTree, leaf: Leaf, vocabs: set[int]) -> int:
     """Rows, unless they are as many as the model is wide and the columns are not."""
     known = next((d for d in leaf.core if leaf.param.shape[d] in vocabs), None)
     if known is not None:
         return known
     first, second = leaf.core[:2]
-    hidden = block.dims.hidden_size
+    hidden = tree.dims.hidden_size
     turned = leaf.param.shape[first] == hidden != leaf.param.shape[second]
     return second if turned else first
 

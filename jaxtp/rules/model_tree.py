@@ -1,4 +1,4 @@
-"""A tree as blocks: what each leaf is for, which dims are stacks, and which leaves belong together.
+"""What the names and shapes of a whole tree say: what each leaf is for, and which dims are stacks.
 
 Nothing is decided here.
 """
@@ -42,8 +42,8 @@ class Leaf:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Block:
-    """A whole tree, read.
+class ModelTree:
+    """A whole tree as its names and shapes describe it.
 
     Attributes:
         leaves: Every leaf by path.
@@ -75,7 +75,7 @@ class Block:
         return next((self.order[n] for n in leaf.nodes if self.order.get(n)), 0) > 0
 
 
-def read(params: Mapping[str, Param], dims: ModelDims) -> Block:
+def read(params: Mapping[str, Param], dims: ModelDims) -> ModelTree:
     """Names, widths and stacks of a tree."""
     attention = _attention_nodes(params)
     leaves = {
@@ -102,7 +102,7 @@ def read(params: Mapping[str, Param], dims: ModelDims) -> Block:
         for node in _around(norm) if ours else ():
             near[node].add(norm.sizes[0])
     widths = frozenset(near.get("", ()))
-    return Block(
+    return ModelTree(
         leaves=leaves,
         dims=dims,
         streams=frozenset(streams),
