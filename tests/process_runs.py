@@ -3,6 +3,7 @@
 python process_runs.py RUN ADDRESS NUM_PROCESSES PROCESS [OPTION ...]
 """
 
+import contextlib
 import os
 import signal
 import sys
@@ -47,7 +48,9 @@ def steps(*run, fault="", culprit="1", seconds="0"):
     sharding = jax.NamedSharding(mesh, jax.P("tp"))
     step = jax.jit(lambda x: x / x.sum(), out_shardings=sharding)
     x = jax.device_put(jnp.ones(8), sharding)
-    with jaxtp.watchdog(float(seconds), mesh) as done:
+    # Loops of users have no watchdog.
+    watchdog = jaxtp.watchdog(float(seconds), mesh)
+    with watchdog if float(seconds) >= 0 else contextlib.nullcontext(lambda _: None) as done:
         for number in range(1, STEPS + 1):
             if number == FAULT_STEP and jax.process_index() == int(culprit):
                 print(f"fault at {time.time()}", flush=True)  # noqa: T201
@@ -82,7 +85,11 @@ def fail():
     raise RuntimeError("no more text")
 
 
-FAULTS = {"kill": die, "stop": freeze, "sleep": sleep, "raise": fail}
+def leave():
+    sys.exit(3)
+
+
+FAULTS = {"kill": die, "stop": freeze, "sleep": sleep, "raise": fail, "exit": leave}
 
 if __name__ == "__main__":
     name, *run = sys.argv[1:]

@@ -14,8 +14,9 @@ import pytest
 import jaxtp
 from jaxtp.errors import BadProcesses, CommunicationTimeout, ProcessesDisagree
 from jaxtp.processes import faults, startup
+from jaxtp.processes.launch import Launch
 from jaxtp.processes.roster import Roster
-from jaxtp.processes.startup import gather, process_facts
+from jaxtp.processes.startup import gather, port_is_free, process_facts, roster_port
 
 WORKER = Path(__file__).parent / "process_runs.py"
 
@@ -68,6 +69,25 @@ def test_a_port_in_use_is_refused():
     zero, _ = rosters(2)
     with pytest.raises(BadProcesses, match=r"cannot listen on port \d+: .* in use"):
         Roster(("localhost", zero._address[1]), 0, 2, limit=1.0)
+
+
+def test_a_port_of_another_program_is_refused_by_all_with_one_that_is_free():
+    with socket.create_server(("", 0)) as other:
+        taken = other.getsockname()[1]
+        assert not port_is_free(taken)
+        address = f"localhost:{taken}"
+        launches = [Launch(address=address, num_processes=2, process_id=i) for i in range(2)]
+
+        def sign_in(launch):
+            with pytest.raises(BadProcesses, match=f"cannot listen on port {taken} of ") as caught:
+                startup._sign_in(launch, 5.0, 1.0, is_port_free=port_is_free)
+            return caught.value.fix
+
+        first, second = together([lambda launch=launch: sign_in(launch) for launch in launches])
+    assert first == second
+    port = int(first.rpartition("localhost:")[2])
+    assert port_is_free(port)
+    assert port_is_free(roster_port(port))
 
 
 def test_what_is_not_a_message_does_no_harm():

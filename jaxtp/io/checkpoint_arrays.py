@@ -29,6 +29,7 @@ from jaxtp.placement.train_state import Overrides, slots
 from jaxtp.plan.decisions import Plan
 from jaxtp.plan.stored_form import Padding, pad, unpad
 from jaxtp.plan.trees import PyTree, canonical, leaves, partition_spec, shape_dtype
+from jaxtp.processes.lost_peer import sign_of_lost_peer
 
 ITEM = "state"
 """What Orbax calls the arrays, and their folder."""
@@ -248,7 +249,7 @@ def reading(folder: Path) -> Generator[None]:
     """Inside the block, what goes wrong is the checkpoint's fault, and says so.
 
     Raises:
-        BadCheckpoint: TP090, for any error but those of devices and memory.
+        BadCheckpoint: TP090, for any error but those of devices, memory and other processes.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -257,6 +258,8 @@ def reading(folder: Path) -> Generator[None]:
         except (BadCheckpoint, jax.errors.JaxRuntimeError, MemoryError):
             raise
         except Exception as err:  # Orbax, TensorStore and JSON have nothing narrower in common
+            if sign_of_lost_peer(err):
+                raise  # the checkpoint is good; it is a process that is not there to read it
             problem = damaged(folder, shorten(err.__cause__ or err))
             stack.enter_context(_hushed())
         gc.collect()

@@ -6,6 +6,7 @@ for a name was complete once. Each process writes and reads what its own devices
 
 import contextlib
 import dataclasses
+import types
 import warnings
 from collections.abc import Generator, Mapping
 from pathlib import Path
@@ -16,14 +17,15 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
-from jaxtp.errors import BadCheckpoint, JaxtpError, JaxtpWarning, join
-from jaxtp.io import checkpoint_arrays, checkpoint_metadata
+from jaxtp.errors import BadCheckpoint, CommunicationTimeout, JaxtpError, JaxtpWarning, join
+from jaxtp.io import checkpoint_arrays, checkpoint_metadata, disk
 from jaxtp.io.checkpoint_arrays import Stored, damaged
 from jaxtp.io.fingerprint import fingerprints
 from jaxtp.mesh.build import auto_context
 from jaxtp.placement.train_state import Overrides
 from jaxtp.plan.decisions import Plan
 from jaxtp.plan.trees import PyTree, leaves, map_with_path
+from jaxtp.processes.lost_peer import sign_of_lost_peer
 
 State = TypeVar("State")
 
@@ -204,7 +206,15 @@ class Checkpoints:
     def __enter__(self) -> "Checkpoints":
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: types.TracebackType | None,
+    ) -> None:
+        # A process that is lost writes no more, and the others would wait for it.
+        if isinstance(error, CommunicationTimeout) or sign_of_lost_peer(error):
+            return
         self.close()
 
     def _open(self) -> ocp.CheckpointManager:
@@ -285,8 +295,10 @@ def _writing(folder: Path) -> Generator[None]:
     except BadCheckpoint:
         raise
     except (OSError, ValueError) as err:  # TensorStore raises ValueError for a full disk too
+        if sign_of_lost_peer(err):
+            raise
         raise BadCheckpoint(
             f"cannot be written: {checkpoint_arrays.shorten(err)}",
             where=str(folder),
-            fix="make room on the disk, or choose another run folder",
+            fix=disk.remedy(err),
         ) from err

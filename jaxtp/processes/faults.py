@@ -10,7 +10,6 @@ import atexit
 import contextlib
 import functools
 import os
-import re
 import sys
 import threading
 import time
@@ -22,6 +21,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxtp.errors import CommunicationTimeout, JaxtpError, join
+from jaxtp.processes.lost_peer import sign_of_lost_peer
 from jaxtp.processes.roster import Peer, Roster
 
 FIX = (
@@ -31,11 +31,12 @@ FIX = (
 )
 """NCCL's variables: docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html."""
 
-COMMUNICATION = re.compile(r"NCCL|[Gg]loo|DEADLINE_EXCEEDED|UNAVAILABLE|[Bb]arrier|rendezvous")
-"""What errors of JAX that concern other processes contain."""
-
 COMPILE_FACTOR = 10
 """Times the limit of a step that the first one may take."""
+
+SETTLE_SECONDS = 2.0
+"""How long an error of JAX waits for the roster to hear whom it is about: gloo notices a dead
+process in milliseconds, and so may be first."""
 
 GRACE_SECONDS = 5.0
 """How long process 0 lets the others end first: JAX ends them at once when it is gone."""
@@ -53,6 +54,7 @@ class _Run:
         mesh: The mesh as text, once a watchdog knows it.
         done: What was last done, and `done_at` when, in seconds of the monotonic clock.
         uncaught: The exception that ends this process, if one does.
+        exit_code: What `sys.exit` ends this process with.
     """
 
     def __init__(self) -> None:
@@ -60,6 +62,7 @@ class _Run:
         self.place, self.mesh = "start-up", ""
         self.done, self.done_at = "start-up", time.monotonic()
         self.uncaught: BaseException | None = None
+        self.exit_code = 0
         self.ending = threading.Lock()
 
     def said(self) -> dict[str, Any]:
@@ -71,9 +74,13 @@ run = _Run()
 
 
 def catch() -> None:
-    """From here on an exception that nothing catches ends this process with its own exit code."""
+    """From here on an exception that nothing catches ends this process with its own exit code.
+
+    So does `sys.exit` with another code than 0.
+    """
     atexit.register(_at_exit)
     sys.excepthook = functools.partial(_on_uncaught, sys.excepthook)
+    sys.exit = functools.partial(_exit, sys.exit)
 
 
 def watch(roster: Roster) -> None:
@@ -102,8 +109,8 @@ class watchdog:
         place: What to name in place of a step: then the block as a whole has `seconds`.
 
     Raises:
-        CommunicationTimeout: TP002, in place of an error of JAX that says that a collective, a
-            barrier or a connection failed.
+        CommunicationTimeout: TP002, in place of an error of any type that says that a collective,
+            a barrier or a connection between processes failed.
     """
 
     def __init__(
@@ -134,8 +141,8 @@ class watchdog:
         trace: types.TracebackType | None,
     ) -> None:
         self._closed.set()
-        if isinstance(error, jax.errors.JaxRuntimeError) and COMMUNICATION.search(str(error)):
-            raise lost_error(f"JAX reports {_first_line(error)}") from error
+        if sign := sign_of_lost_peer(error):
+            raise _reported(sign) from error
         run.place = self._outside
 
     def _done(self, step: int) -> None:
@@ -153,11 +160,16 @@ class watchdog:
             stop(lost_error(f"not done after {self._limit:g} s"))
 
 
-def lost_error(what: str) -> CommunicationTimeout:
-    """TP002 with what is known of each process: what it did last, and when it was last heard of."""
+def lost_error(what: str, *, settle: float = 0.0) -> CommunicationTimeout:
+    """TP002 with what is known of each process: what it did last, and when it was last heard of.
+
+    Args:
+        what: What happened.
+        settle: Seconds to wait at most until a process is known to be lost.
+    """
     lines = [what, run.mesh] if run.mesh else [what]
     own = Peer(process=own_number(), said=run.said(), silent=0.0, state="here")
-    peers = [own] if run.roster is None else run.roster.peers()
+    peers = [own] if run.roster is None else _known(run.roster, settle)
     if not peers:
         lines.append("process 0 does not answer, so nothing is known of the others")
         peers = [own]
@@ -167,6 +179,20 @@ def lost_error(what: str) -> CommunicationTimeout:
     if len(order) > 16:
         lines.append(f"and {len(order) - 16} more")
     return CommunicationTimeout("\n  ".join(lines), where=run.place, fix=FIX)
+
+
+def _known(roster: Roster, settle: float) -> list[Peer]:
+    end = time.monotonic() + settle
+    while True:
+        peers = roster.peers()
+        is_known = not peers or any(peer.state != "here" for peer in peers)
+        if is_known or time.monotonic() >= end:
+            return peers
+        time.sleep(0.1)
+
+
+def _reported(sign: BaseException) -> CommunicationTimeout:
+    return lost_error(f"JAX reports {_first_line(sign)}", settle=SETTLE_SECONDS)
 
 
 def own_number() -> int:
@@ -190,7 +216,7 @@ def end(error: BaseException) -> NoReturn:
 
     Process 0 goes last: without the service that it holds, JAX ends all others within 20 ms.
     """
-    code = error.exit_code if isinstance(error, JaxtpError) else 1
+    code = error.exit_code if isinstance(error, JaxtpError) else run.exit_code or 1
     backstop = threading.Timer(2 * GRACE_SECONDS, os._exit, (code,))
     backstop.daemon = True
     backstop.start()  # flushing waits where the main thread holds a stream
@@ -227,9 +253,42 @@ def _on_uncaught(
     error: BaseException,
     trace: types.TracebackType | None,
 ) -> None:
-    """Shows the exception as ever; `_at_exit` then ends the process, after other handlers."""
-    show(kind, error, trace)
+    """Shows the exception as ever; `_at_exit` then ends the process, after other handlers.
+
+    One that says that another process is lost is shown as the TP002 that it is.
+    """
+    if sign := sign_of_lost_peer(error):
+        error = _reported(sign)
+        print(error, file=sys.stderr)  # noqa: T201
+    else:
+        show(kind, error, trace)
     run.uncaught = error
+
+
+class _Exit(SystemExit):
+    """A SystemExit that knows when it ends the process, rather than being caught.
+
+    Python tells neither `sys.excepthook` nor `atexit` of an exit code. It reads `code` when it ends
+    the process for this exception, and only then is there no Python frame that could have asked.
+    """
+
+    @property
+    def code(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        status = self.args[0] if self.args else None
+        if sys._getframe().f_back is None and status not in (None, 0):  # pyright: ignore[reportPrivateUsage]
+            run.exit_code = status if isinstance(status, int) else 1
+            run.uncaught = run.uncaught or self
+        return status
+
+    def __str__(self) -> str:
+        return f"sys.exit({self.args[0] if self.args else ''})"
+
+
+def _exit(leave: Callable[[Any], NoReturn], status: Any = None, /) -> NoReturn:
+    """In place of `sys.exit`: in other threads than the main one it ends only those."""
+    if threading.current_thread() is threading.main_thread():
+        raise _Exit(status)
+    leave(status)
 
 
 def _at_exit() -> None:

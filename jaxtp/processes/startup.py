@@ -10,8 +10,9 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from importlib import metadata
+from random import Random
 from typing import Any, NoReturn
 
 import jax
@@ -32,6 +33,12 @@ LOCAL_FLAGS = (
     "traceback", "mtls", "num_cpu_devices", "pprint", "explain", "debug_info",
 )  # fmt: skip
 """Words in the names of jax flags that may differ between processes."""
+
+SHARED_PACKAGES = (
+    "jax", "jaxlib", "flax", "jaxtp", "numpy", "optax", "orbax-checkpoint", "grain", "tokenizers",
+    "ml_dtypes", "jax-cuda12-plugin", "jax-cuda13-plugin",
+)  # fmt: skip
+"""Packages that decide what a step computes, in which order data come, or what a checkpoint is."""
 
 SHARED_VARIABLES = ("XLA_FLAGS", "NCCL_ALGO", "NCCL_PROTO", "NCCL_NVLS_ENABLE")
 """Environment variables that change programs, or how their collectives talk to each other."""
@@ -80,7 +87,8 @@ def initialize(
             is noticed within 3 s.
 
     Raises:
-        BadProcesses: TP015, for arguments or a launch that cannot work or leaves GPUs idle.
+        BadProcesses: TP015, for arguments or a launch that cannot work or leaves GPUs idle, and for
+            a port that another program listens on.
         CommunicationTimeout: TP002, naming the processes that did not come in time.
         ProcessesDisagree: TP014, if versions or flags of jax differ.
     """
@@ -102,8 +110,8 @@ def initialize(
     faults.catch()
     roster = None
     if launch.address is not None and not has_joined:
-        roster = _sign_in(launch, timeout, heartbeat_timeout)
-    with _time_limit(timeout):
+        roster = _sign_in(launch, timeout, heartbeat_timeout, is_port_free=port_is_free)
+    with _time_limit(timeout, launch.address):
         if not has_joined:
             _join(launch, timeout, heartbeat_timeout)
         if roster is None:
@@ -125,23 +133,52 @@ def _simulate(cpu_devices: int, num_processes: int) -> None:
     jax.config.update("jax_num_cpu_devices", cpu_devices // num_processes)
 
 
-def _sign_in(launch: Launch, timeout: float, heartbeat_timeout: float) -> Roster:
-    """The roster, with every process on it."""
+def _sign_in(
+    launch: Launch,
+    timeout: float,
+    heartbeat_timeout: float,
+    *,
+    is_port_free: Callable[[int], bool] = lambda _: True,
+) -> Roster:
+    """The roster, with every process on it.
+
+    Args:
+        launch: Complete.
+        timeout: Seconds until every process must have come.
+        heartbeat_timeout: Of the roster.
+        is_port_free: Whether JAX's service, which is yet to start, can have its port.
+    """
     assert launch.address is not None
     assert launch.num_processes is not None
     assert launch.process_id is not None
-    host, port = split_address(launch.address)
-    port += PORT_DISTANCE if port <= 2 * PORT_DISTANCE else -PORT_DISTANCE
-    roster = Roster((host, port), launch.process_id, launch.num_processes, limit=heartbeat_timeout)
+    host, jax_port = split_address(launch.address)
+    port = roster_port(jax_port)
+    is_first = launch.process_id == 0
+    try:
+        roster = Roster(
+            (host, port), launch.process_id, launch.num_processes, limit=heartbeat_timeout
+        )
+    except BadProcesses as error:
+        raise BadProcesses(error.what, fix=_another_port(host)) from None
     start = time.monotonic()
-    came = roster.gather("sign-in", platform.node(), timeout)
+    # JAX crashes process 0 where its port is taken, and the others would wait for it.
+    taken = is_first and not is_port_free(jax_port)
+    said = roster.gather(
+        "sign-in", [platform.node(), _another_port(host) if taken else ""], timeout
+    )
     seconds = time.monotonic() - start
+    came = {process: node for process, (node, _) in said.items()}
     if not came:
         raise CommunicationTimeout(
             f"process {launch.process_id} ({platform.node()}) did not reach process 0 at "
             f"{host}:{port} in {seconds:.0f} s",
             where="start-up",
             fix="look whether process 0 runs, and whether a firewall closes that port",
+        )
+    if fix := said.get(0, ("", ""))[1]:
+        raise BadProcesses(
+            f"process 0 cannot listen on port {jax_port} of {came[0]}: another program does",
+            fix=fix,
         )
     missing = [i for i in range(launch.num_processes) if i not in came]
     if missing:
@@ -155,17 +192,53 @@ def _sign_in(launch: Launch, timeout: float, heartbeat_timeout: float) -> Roster
     return roster
 
 
+def roster_port(port: int) -> int:
+    """The port of the roster beside JAX's."""
+    return port + (PORT_DISTANCE if port <= 2 * PORT_DISTANCE else -PORT_DISTANCE)
+
+
+def port_is_free(port: int) -> bool:
+    """Whether this process could listen on a port of this machine, on every address of it."""
+    families = [(socket.AF_INET, "")]
+    families += [(socket.AF_INET6, "")] if socket.has_dualstack_ipv6() else []
+    try:
+        for family, host in families:
+            # What a run before this one leaves behind for a minute (TIME_WAIT) is not in the way.
+            with socket.socket(family, socket.SOCK_STREAM) as asked:
+                asked.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                asked.bind((host, port))
+                asked.listen()
+    except OSError:
+        return False
+    return True
+
+
+def _another_port(host: str) -> str:
+    """An address whose two ports are free on this machine, which is process 0's."""
+    random = Random()
+    for _ in range(100):
+        # Below the ports that Linux gives to outgoing connections, 32768 and up.
+        port = random.randrange(10000, 32768 - PORT_DISTANCE)
+        if port_is_free(port) and port_is_free(roster_port(port)):
+            return f"another coordinator's address on every process, such as {host}:{port}"
+    return "another port in the coordinator's address, on every process"
+
+
 @contextlib.contextmanager
-def _time_limit(seconds: float) -> Generator[None]:
+def _time_limit(seconds: float, address: str | None) -> Generator[None]:
     """TP002 if the block takes longer; JAX would end the process by SIGABRT, or wait for ever."""
+    advice = (
+        f"look whether a firewall closes {address} to the other hosts"
+        if address
+        else "give coordinator_address=, so that missing processes can be named"
+    )
 
     def give_up() -> None:
         faults.stop(
             CommunicationTimeout(
                 f"jax.distributed did not start in {seconds:.0f} s",
                 where="start-up",
-                fix="give coordinator_address=, so that missing processes can be named; look at "
-                "the launcher's log, and set NCCL_DEBUG=WARN",
+                fix=f"{advice}; look at the launcher's log, and set NCCL_DEBUG=WARN",
             )
         )
 
@@ -267,7 +340,7 @@ def process_facts() -> dict[str, str]:
     """Versions, flags of jax and variables that must be the same in every process."""
     return {
         "python": platform.python_version(),
-        **{f"version of {name}": _version(name) for name in ("jax", "jaxlib", "flax", "jaxtp")},
+        **{f"version of {name}": _version(name) for name in SHARED_PACKAGES},
         **{name: os.environ.get(name, "") for name in SHARED_VARIABLES},
         **{
             name: str(value)

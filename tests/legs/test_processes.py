@@ -148,49 +148,68 @@ def test_what_some_processes_saved_others_resume(runs, alone, together, before, 
 
 
 FAULTS = [
-    # what happens in step 5, to whom, step_timeout in s, s until the other has ended
-    ("kill", 1, 0, 0),
-    ("kill", 0, 0, 0),
-    ("stop", 1, 0, HEARTBEAT),
+    # what happens in step 5, to whom, of how many, step_timeout in s (-1: no watchdog), s until the
+    # others have ended
+    ("kill", 1, 2, 0, 0),
+    ("kill", 0, 2, 0, 0),
+    ("kill", 2, 4, 0, 0),
+    ("kill", 1, 4, -1, 0),
+    ("stop", 1, 2, 0, HEARTBEAT),
     # And 2 s for a look at the table, which process 0 does not give.
-    ("stop", 0, 0, HEARTBEAT + 2),
-    ("raise", 1, 0, 0),
-    ("raise", 0, 0, 0),
-    ("sleep", 1, 2, 2),
+    ("stop", 0, 2, 0, HEARTBEAT + 2),
+    ("raise", 1, 2, 0, 0),
+    ("raise", 0, 2, 0, 0),
+    ("exit", 1, 4, -1, 0),
+    ("exit", 0, 2, -1, 0),
+    ("sleep", 1, 2, 2, 2),
 ]
 
 
-@pytest.mark.parametrize(("fault", "culprit", "step_timeout", "seconds"), FAULTS)
-def test_a_lost_process_ends_the_other_in_bounded_time(runs, fault, culprit, step_timeout, seconds):
+@pytest.mark.parametrize(("fault", "culprit", "count", "step_timeout", "seconds"), FAULTS)
+def test_a_lost_process_ends_the_others_in_bounded_time(
+    runs, fault, culprit, count, step_timeout, seconds
+):
     options = [f"fault={fault}", f"culprit={culprit}", f"seconds={step_timeout}"]
     address = f"localhost:{free_port()}"
-    both = [
-        runs.start([sys.executable, WORKER, "steps", address, 2, i, *options]) for i in range(2)
-    ]
+    command = [sys.executable, WORKER, "steps", address, count]
+    together = [runs.start([*command, i, *options]) for i in range(count)]
+    others = [process for i, process in enumerate(together) if i != culprit]
+    took, codes = 0.0, set()
     try:
         # The culprit's last line says when.
-        while not (line := both[culprit].stdout.readline()).startswith("fault at"):
-            assert line, both[culprit].stderr.read()
-        code = both[1 - culprit].wait(60)
-        took = time.time() - float(line.split()[-1])
+        while not (line := together[culprit].stdout.readline()).startswith("fault at"):
+            assert line, together[culprit].stderr.read()
+        for other in others:
+            codes.add(other.wait(60))
+            took = time.time() - float(line.split()[-1])
+        if fault == "stop":
+            together[culprit].send_signal(signal.SIGCONT)
+        if fault != "sleep":
+            codes.add(f"culprit {together[culprit].wait(30)}")
     finally:
-        for process in both:
+        for process in together:
             process.kill()
-        errors = [process.communicate()[1] for process in both]
-    err = errors[1 - culprit]
-    print(f"{fault} {culprit}: the other ended after {took:.1f} s")  # noqa: T201
+        errors = [process.communicate()[1] for process in together]
+    print(f"{fault} {culprit} of {count}: the others ended after {took:.1f} s")  # noqa: T201
     assert took < seconds + SLACK
-    assert "TP002 at step 5: " in err
-    assert "mesh tp=8 over 2 processes" in err
-    assert "NCCL_DEBUG=WARN" in err
-    assert f"process {culprit}" in err if fault != "sleep" else "process 1 " in err
-    if fault == "raise":
-        assert "it failed with no more text" in err
-    if (fault, culprit) == ("sleep", 1):
-        assert "in sleep" in err
     # JAX's own abort is 20 ms behind when process 0 dies, and may win on a busy machine.
-    expected = {75, -signal.SIGABRT} if (fault, culprit) == ("kill", 0) else {75}
-    assert code in expected
+    aborted = {-signal.SIGABRT} if culprit == 0 and fault == "kill" else set()
+    own = {"kill": -signal.SIGKILL, "stop": 75, "raise": 1, "exit": 3, "sleep": 75}[fault]
+    assert codes - aborted <= {75, f"culprit {own}"}
+    for err in (err for i, err in enumerate(errors) if i != culprit):
+        assert "Traceback" not in err
+        if step_timeout >= 0:
+            assert "TP002 at step 5: " in err
+            assert f"mesh tp=8 over {count} processes" in err
+        assert "TP002 at " in err
+        assert "NCCL_DEBUG=WARN" in err
+        assert f"process {culprit}" in err
+        if fault == "raise":
+            assert "it failed with no more text" in err
+        if fault == "exit":
+            assert "it failed with sys.exit(3)" in err
+        if fault == "sleep":
+            assert "in sleep" in err
 
 
 @pytest.mark.parametrize("there", [0, 1])
@@ -207,6 +226,19 @@ def test_a_process_that_never_starts_is_named(runs, there):
     assert code == 75
     missing = "process 1 of 2 did not come in 4 s" if there == 0 else "did not reach process 0"
     assert f"TP002 at start-up: {missing}" in err or missing in err
+
+
+def test_a_coordinators_port_that_is_taken_is_refused_by_all(runs):
+    with socket.create_server(("", free_port())) as other:
+        address = f"localhost:{other.getsockname()[1]}"
+        both = finish([runs.start([sys.executable, WORKER, "join", address, 2, i]) for i in (0, 1)])
+    tried = {err.rpartition("such as ")[2].strip() for _, _, err in both}
+    for code, _, err in both:
+        assert code == 2
+        assert "TP015: process 0 cannot listen on port" in err
+    [address] = tried
+    both = finish([runs.start([sys.executable, WORKER, "join", address, 2, i]) for i in (0, 1)])
+    assert [code for code, _, _ in both] == [0, 0]
 
 
 @pytest.mark.parametrize(
