@@ -450,7 +450,7 @@ def test_v1_a_vocabulary_that_does_not_divide(tokens, tp, padded):
     whole = plan(shapes, tp)
     for path in shapes:
         assert whole[path].spec == ((),) * len(shapes[path])
-        assert f"{tokens} units on tp={tp}: whole" in whole[path].fallback
+        assert f"{tokens} units on tp={tp}: replicated" in whole[path].fallback
     assert any(f"embed_tokens/embedding [{tokens}, 768]" in note for note in whole.notes)
     result = plan(shapes, tp, pad_vocab=True)
     for path, shape in shapes.items():
@@ -490,7 +490,9 @@ def test_h5_the_message_names_the_sizes_that_divide():
 def test_h6_the_price_of_whole_attention_is_printed():
     result = plan(attention(1600, 1600, 1600) | mlp(1600, 6400), 4, heads=25)
     # 1600 x 1600 bf16 is 5.12 MB: whole instead of a quarter costs three quarters of it.
-    assert "whole; costs 3.84 MB and 3.84 MFLOP a token" in result["attn/q_proj/kernel"].fallback
+    assert (
+        "replicated; costs 3.84 MB and 3.84 MFLOP a token" in result["attn/q_proj/kernel"].fallback
+    )
     assert "costs 3.84 MB" in str(result)
 
 
@@ -500,7 +502,7 @@ def test_fused_arrays_say_what_they_cost(row):
     fused = [d for d in plan(shapes, tp, **options).decisions if d.role == "fused"]
     assert fused
     for decision in fused:
-        assert re.search(r"whole; costs [\d.]+ MB", decision.fallback)
+        assert re.search(r"replicated; costs [\d.]+ MB", decision.fallback)
         assert want[decision.path] == "P()"
 
 

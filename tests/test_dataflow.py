@@ -74,7 +74,7 @@ def test_an_override_wins_over_dataflow_and_says_what_it_costs():
     plan = jaxtp.make_plan(model, {"tp": 4}, inputs=(x,), overrides={"^a/kernel$": P("tp")})
     assert plan["a/kernel"].partition_spec == P("tp")
     assert "given instead of dim 1 4-way" in plan["a/kernel"].fallback
-    assert "MB on the wire at each use" in plan["a/kernel"].fallback
+    assert "MB sent at each use" in plan["a/kernel"].fallback
 
 
 class Mlp(nnx.Module):

@@ -114,7 +114,7 @@ def test_small_leaves_stay_whole():
     )
     assert plan["kernel"].partition_spec == P("fsdp")
     assert plan["bias"].partition_spec == P()
-    assert plan["bias"].reasons[-1].endswith("fsdp=2: whole, small")
+    assert plan["bias"].reasons[-1].endswith("fsdp=2: replicated, small")
     assert plan["table"].partition_spec == P("fsdp")
 
 

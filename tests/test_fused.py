@@ -132,12 +132,11 @@ def test_the_reason_prices_all_three():
     wire = [7 / 8 * weight, 2 * 7 / 64 * weight, 4 * 7 / 64 * result]
     held = [weight, weight / 8, weight / 8]
     said = [
-        f"{w / 1e6:.2f} MB on the wire and {h / 1e6:.2f} held"
-        for w, h in zip(wire, held, strict=True)
+        f"{w / 1e6:.2f} MB sent, {h / 1e6:.2f} MB stored" for w, h in zip(wire, held, strict=True)
     ]
     assert plan["qkv"].reasons[-1] == (
         "on dim 0, the cheapest with `parallelize` for a layer forward and backward, per device: "
-        f"whole {said[0]}; on dim 0 {said[1]}; cut as it lies {said[2]}"
+        f"replicated {said[0]}; on dim 0 {said[1]}; sharded as stored {said[2]}"
     )
     assert plan["qkv"].num_bytes == weight
 

@@ -265,7 +265,7 @@ def test_a_convolutional_network_gives_notes_and_no_error():
 def test_strict_refuses_replicated_matrices_beyond_the_budget():
     shapes = mlp(64, 256) | norms(64) | {"odd": (64, 1000)}
     assert any(note.startswith("TP043") for note in plan(shapes, 4).notes)
-    with pytest.raises(ReplicatedTooMuch, match=r"TP043 at odd: whole matrices take 0.1 MB"):
+    with pytest.raises(ReplicatedTooMuch, match=r"TP043 at odd: replicated matrices take 0.1 MB"):
         plan(shapes, 4, strict=True)
     assert plan(shapes, 4, strict=True, replicated_budget=0.9).notes == ()
 
@@ -279,7 +279,7 @@ def test_strict_refuses_idle_devices():
 
 
 def test_strict_refuses_a_group_that_an_override_splits():
-    with pytest.raises(ConflictingDecisions, match="given 1-way, while its group is split 4 ways"):
+    with pytest.raises(ConflictingDecisions, match="given 1-way, its group is sharded 4 ways"):
         plan(llama(), 4, heads=8, overrides={"0/mlp/up_proj": P()}, strict=True)
 
 

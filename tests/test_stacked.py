@@ -80,7 +80,7 @@ def plan_for(sizes, stages, *, cut=False, **changes):
                 shape=(stages.num_layers, *shape),
                 dtype="float32",
                 spec=spec,
-                role="whole",
+                role="replicated",
                 reasons=("-",),
             )
         )

@@ -33,7 +33,7 @@ def override_votes(
     Args:
         params: The tree.
         mesh: For the axes that a spec may use; the tensor axis' own name means all its factors.
-        overrides: Regular expression searched in the path -> PartitionSpec; `P()` keeps it whole.
+        overrides: Regular expression searched in the path -> PartitionSpec; `P()` replicates it.
 
     Raises:
         UnusedOverride: TP040, if a pattern matches nothing.

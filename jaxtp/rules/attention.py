@@ -208,7 +208,7 @@ def _holds(slot: Slot, found: Heads) -> bool:
 
 
 def _norm_votes(node: str, norms: list[Leaf], slots: list[Slot], found: Heads) -> Iterator[Vote]:
-    """A norm over all heads at once follows them; one as wide as a head is whole everywhere."""
+    """A norm over all heads at once follows them; one as wide as a head is replicated."""
     kernels = [s for s in slots if not s.leaf.name.bias and not s.head_dim and _holds(s, found)]
     for norm in norms:
         kind = head_norm(norm.name.stem)

@@ -11,7 +11,7 @@ from jaxtp.rules.jaxpr import Analysis, Finding, Option, analyse
 from jaxtp.rules.roles import Fused, Placement, Role, Source, Vote
 
 ROLES: dict[str, Role] = {
-    "replicated": Role.WHOLE,
+    "replicated": Role.REPLICATED,
     "follower": Role.HEAD_TABLE,
 }
 """Roles that the analysis words differently; the others have the same name."""
@@ -66,11 +66,11 @@ def finding_votes(analysis: Analysis) -> Iterator[Vote]:
         if finding.pieces and finding.dim is not None and finding.use:
             fused = Fused(finding.dim, finding.units, finding.use)
         elif finding.pieces:
-            reason += "; kept whole, since a contiguous cut would mix the pieces"
+            reason += "; replicated, since contiguous shards would mix the pieces"
         elif finding.dim is not None:
             placements = tuple(_choices(finding, groups[finding.group]))
             if placements[:1] == (None,):
-                reason += "; its leading units are minor elsewhere in the group, kept whole"
+                reason += "; replicated, since its leading units are minor elsewhere in the group"
         yield Vote(
             finding.path,
             Source.DATAFLOW,

@@ -1,6 +1,6 @@
 """Claims -> decisions that fit the mesh, whose tensor axis is factored where units do not divide.
 
-Units are never cut; what does not divide takes a prefix of the axis, with its price.
+Units are never divided; a group that is not divisible takes a prefix of the axis, with its price.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ class Member:
     num_bytes: int
 
     def ways(self, choice: int, prefixes: Sequence[int]) -> int:
-        """In how many pieces this member is cut when the group takes a choice.
+        """Into how many shards this member goes when the group takes a choice.
 
         Args:
             choice: Index into the group's choices.
@@ -39,8 +39,8 @@ class Member:
         if placement is None:
             return 1
         if self.claim.vote.role is Role.VOCAB:
-            # A table cut over part of the axis would save little and cost a factor of the mesh
-            # to every group: all of the axis, or whole.
+            # A table sharded over part of the axis would save little and cost a factor of the
+            # mesh to every group: all of the axis, or replicated.
             prefixes = (prefixes[0], 1)
         return next(w for w in prefixes if splits(placement.units, w))
 
@@ -57,8 +57,8 @@ def fit(
         claims: One per parameter.
         mesh: The user's mesh shape, its tensor axis in one piece.
         policy: For units that do not divide: "factor" takes the widest prefix of the tensor axis,
-            "replicate" keeps the group whole, "error" refuses.
-        pad_vocab: Whether a vocabulary that does not divide is padded instead of kept whole.
+            "replicate" replicates the group, "error" refuses.
+        pad_vocab: Whether a vocabulary that does not divide is padded instead of replicated.
 
     Raises:
         BadConfig: TP020, if there is no such policy.
@@ -78,7 +78,7 @@ def fit(
         for g in groups
         for m in g
     }
-    # Fused arrays are whole so far (`rules.fused`), but their pieces will be cut.
+    # Fused arrays are replicated so far, but `rules.fused` shards their pieces.
     pieces = {
         next(w for w in prefixes if splits(c.vote.fused.units, w)) for c in claims if c.vote.fused
     }
@@ -107,7 +107,7 @@ def fit(
 
 
 def _groups(claims: Iterable[Claim]) -> list[Group]:
-    """Claims that are decided together, with units that all of them can be cut at."""
+    """Claims that are decided together, with units that all of them can be sharded between."""
     by_name: defaultdict[str, list[Claim]] = defaultdict(list)
     for claim in claims:
         if claim.vote.spec is None:
@@ -119,7 +119,7 @@ def _shared_units(claims: list[Claim]) -> Group:
     """Members whose leading unit counts agree; where they do not, all take the common divisor.
 
     Query heads as (kv, per kv) and keys as (kv,) agree. 12 query heads beside 5 kv heads do not:
-    only a cut that keeps both whole will do.
+    only ways that divide both counts will do.
     """
     width = max(len(c.vote.placements) for c in claims)
     leads = [
@@ -181,7 +181,7 @@ def _decision(
     fallback, reasons = "", claim.reasons
     axes = next(p for p in mesh.prefixes() if mesh.ways(p) == ways)
     if placement is None and vote.role is Role.FUSED and tp > 1:
-        fallback = f"{vote.reason}: whole; {_costs(param, 1, tp)}; kept apart they would split"
+        fallback = f"{vote.reason}: replicated; {_costs(param, 1, tp)}; sharded if stored apart"
     if placement is not None and ways < tp:
         if vote.role is Role.VOCAB and pad_vocab:
             size, axes = param.shape[placement.dim], mesh.tp
@@ -213,7 +213,7 @@ def price(claim: Claim, placement: Placement, ways: int, tp: int) -> str:
     units = " x ".join(map(str, placement.units)) + (
         " unit" if placement.units == (1,) else " units"
     )
-    how = "whole" if ways == 1 else f"{ways}-way"
+    how = "replicated" if ways == 1 else f"{ways}-way"
     pad = ", or pad_vocab=True" if claim.vote.role is Role.VOCAB else ""
     return (
         f"{units} on tp={tp}: {how}; {_costs(claim.param, ways, tp)}; "
@@ -230,7 +230,7 @@ def _costs(param: Param, ways: int, tp: int) -> str:
 
 
 def _near(placement: Placement | None, tp: int) -> list[int]:
-    """Tensor sizes that keep the units whole: all of them, or for wide dims those up to 4 x tp."""
+    """Tensor sizes that divide the units: all of them, or for wide dims those up to 4 x tp."""
     if placement is None:
         return [1]
     if math.prod(placement.units) <= 512:
@@ -282,5 +282,5 @@ def _price_of_given(claim: Claim, spec: Spec, mesh: MeshShape) -> str:
     wire = claim.param.num_bytes * (given - 1) / given
     return (
         f"given instead of dim {wanted.dim} {better}-way: costs {extra / 1e6:,.2f} MB per device"
-        + (f" and up to {wire / 1e6:,.2f} MB on the wire at each use" if given > 1 else "")
+        + (f" and up to {wire / 1e6:,.2f} MB sent at each use" if given > 1 else "")
     )

@@ -1,7 +1,7 @@
-"""ZeRO over the fsdp axis: which dim of each array it cuts, on top of tensor parallelism.
+"""ZeRO over the fsdp axis: which dim of each array it shards, on top of tensor parallelism.
 
 One rule serves all stages, since a moment, a gradient and its parameter have the same shape. The
-axis never cuts a dim that counts layers: a loop over layers would then fetch each layer from the
+axis never shards a dim that counts layers: a loop over layers would then fetch each layer from the
 one group that holds it, instead of a piece from everybody.
 """
 
@@ -18,7 +18,7 @@ from jaxtp.rules.resolve import Claim
 STAGES = (0, 1, 2, 3)
 
 SMALL_SHARE = 256
-"""An array with fewer than 1/256 of the elements of the largest one, per layer, stays whole: norm
+"""An array with fewer than 1/256 of the elements of the largest one, per layer, is replicated: norm
 scales, biases, routers. Each would cost a collective of its own for next to no memory."""
 
 
@@ -61,7 +61,9 @@ def _spread(
     dim = None if core is None else _best_dim(decision, core, mesh)
     axis = f"{mesh.fsdp}={mesh[mesh.fsdp]}"
     if dim is None:
-        return _explained(decision, f"{axis}: whole, {'small' if core is None else 'odd'}")
+        return _explained(
+            decision, f"{axis}: {'replicated, small' if core is None else 'not divisible'}"
+        )
     spec = tuple((*axes, mesh.fsdp) if d == dim else axes for d, axes in enumerate(decision.spec))
     if stage == 3:
         return _explained(decision, f"{axis} on dim {dim}", spec=spec)
@@ -72,8 +74,8 @@ def _spread(
 def _best_dim(decision: ParamDecision, core: frozenset[int], mesh: MeshShape) -> int | None:
     """The dim for the fsdp axis: free of the tensor axis where possible, then the largest.
 
-    A dim that carries both is cut by fsdp inside the piece that tp leaves, so that gathering over
-    fsdp gives back what tensor parallelism needs.
+    A dim that carries both is sharded by fsdp inside the shard that tp leaves, so that gathering
+    over fsdp gives back what tensor parallelism needs.
     """
     stored = decision.stored
     ways = mesh[mesh.fsdp]

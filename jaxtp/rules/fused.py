@@ -1,12 +1,12 @@
 """Projections that lie one after another in one dim (q|k|v, gate|up): where to keep the array.
 
-Every device needs its share of every projection, and a plain cut of the dim gives it all of one.
+Every device needs its share of every projection, and a plain shard of the dim is all of one.
 So something moves at each use, by constraints that `jaxtp.parallelize` places, and in the backward
 pass it moves back. The parameter keeps its published form in each of three ways:
 
-- whole: forward nothing moves, backward the pieces' gradients are gathered;
+- replicated: forward nothing moves, backward the pieces' gradients are gathered;
 - on a dim that the product sums over: the weight is exchanged for shares of each piece;
-- cut as it lies: the product is cut the same way, and its result is exchanged.
+- sharded as stored: the product is sharded the same way, and its result is exchanged.
 
 Which is cheapest is a matter of tokens: a weight is as large for one as for a million.
 """
@@ -40,7 +40,7 @@ class Way:
     held: int
 
     def __str__(self) -> str:
-        return f"{self.what} {self.wire / 1e6:,.2f} MB on the wire and {self.held / 1e6:,.2f} held"
+        return f"{self.what} {self.wire / 1e6:,.2f} MB sent, {self.held / 1e6:,.2f} MB stored"
 
 
 def hold(
@@ -50,9 +50,9 @@ def hold(
 
     Args:
         claims: One per parameter.
-        decisions: One per claim, fused arrays whole.
+        decisions: One per claim, fused arrays replicated.
         mesh: The plan's mesh shape.
-        policy: As in `fallback.fit`; only "factor" takes less than the whole tensor axis.
+        policy: As in `fallback.fit`; only "factor" takes less than all of the tensor axis.
     """
     held: list[ParamDecision] = []
     for claim, decision in zip(claims, decisions, strict=True):
@@ -67,7 +67,7 @@ def hold(
             )
             size, tp = mesh.ways(axes), mesh.tp_size
             narrow = price(claim, Placement(fused.dim, fused.units), size, tp) if size < tp else ""
-            kept = decision.fallback if best.what == "whole" else narrow
+            kept = decision.fallback if best.what == "replicated" else narrow
             decision = decision.revise(best.spec, reason, fallback=kept)
         held.append(decision)
     return tuple(held)
@@ -78,8 +78,8 @@ def _ways(
 ) -> Iterator[Way]:
     """The ways there are, by the ring formulas of `wire_bytes`; each collective runs twice.
 
-    Except for whole, whose forward pass is free. An exchange is an all-to-all of what one device
-    holds. A result takes two, the second from a dim of the batch or of positions that both cuts
+    Replicated, the forward pass is free. An exchange is an all-to-all of what one device
+    stores. A result takes two, the second from a dim of the batch or of positions that both
     can do without; where no such dim divides it is gathered, which few tokens can afford.
     """
     shape, use, size = decision.shape, fused.use, mesh.ways(axes)
@@ -88,7 +88,9 @@ def _ways(
     def on(dim: int) -> Spec:
         return tuple(axes if d == dim else () for d in range(len(shape)))
 
-    yield Way("whole", on(-1), wire_bytes("all-gather", use.weight_bytes, size), decision.num_bytes)
+    yield Way(
+        "replicated", on(-1), wire_bytes("all-gather", use.weight_bytes, size), decision.num_bytes
+    )
     inputs = [dim for dim in use.inputs if shape[dim] % size == 0]
     if inputs:
         dim = max(inputs, key=shape.__getitem__)
@@ -102,4 +104,4 @@ def _ways(
             wire = 2 * 2 * wire_bytes("all-to-all", result / size, size)
         else:
             wire = 2 * wire_bytes("all-gather", result, size)
-        yield Way("cut as it lies", on(fused.dim), wire, share)
+        yield Way("sharded as stored", on(fused.dim), wire, share)

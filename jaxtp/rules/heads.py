@@ -65,7 +65,7 @@ def _width(
         return width > 1 and query % width == 0 and kv % width == 0
 
     # A config may speak of another tower, or of the rotary part of a head: where its numbers do not
-    # meet, a cut that suits both is safe.
+    # meet, a split that suits both is safe.
     wide = fits(dims.head_dim) and query // dims.head_dim
     both = math.gcd(dims.heads, wide) if wide and dims.heads else 0
     for count, reason in (
@@ -89,7 +89,7 @@ def _width(
 def _assumed(query: int, kv: int) -> Heads | None:
     """Pieces that hold whole heads of nearly any model, where nothing tells their width.
 
-    Fewer, wider heads than there may be: a cut between them cuts no head in two, as long as heads
+    Fewer, wider heads than there may be: a split between them divides no head, as long as heads
     are not wider. Grouped-query keys get the widest, since they have the fewest heads. Only powers
     of two are trusted: 3072 is 24 heads of 128, but 32 of 96 as well.
     """

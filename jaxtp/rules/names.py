@@ -1,6 +1,6 @@
 """Evidence from names and shapes: one vote for every leaf of a tree.
 
-This source always has an opinion, if only "no evidence: whole".
+This source always has an opinion, if only "no evidence: replicated".
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from jaxtp.rules.path_words import spaced
 from jaxtp.rules.roles import Role, Source, Vote
 from jaxtp.rules.words import RECURRENT, Word
 
-WHOLE: dict[Word, tuple[Role, str]] = {
+REPLICATED: dict[Word, tuple[Role, str]] = {
     Word.NORM: (Role.NORM, "scale or statistic of a norm"),
     Word.POSITION: (Role.POSITION, "positions or types are looked up by every device"),
     Word.CONV: (Role.CONV, "convolution: its channels are not a tensor-parallel dim"),
@@ -51,23 +51,23 @@ def _recurrent(tree: ModelTree) -> Iterator[Vote]:
         for leaf in tree.leaves.values()
         if RECURRENT.search(spaced(leaf.param.path.rpartition("/")[2]))
     }
-    reason = "inside a recurrent mixer (state space, linear attention): whole"
+    reason = "inside a recurrent mixer (state space, linear attention): replicated"
     for leaf in tree.leaves.values() if mixers else ():
         if not mixers.isdisjoint(leaf.nodes):
             yield Vote(leaf.param.path, Source.NAMES, Role.UNKNOWN, reason)
 
 
 def _whole(leaf: Leaf, routed: set[str]) -> Vote:
-    """What is kept whole for a reason, or for want of one."""
+    """What is replicated for a reason, or for want of one."""
     word, rank = leaf.name.word, sum(n > 1 for n in leaf.sizes)
     if word is Word.IN and rank == 2 and routed & set(leaf.nodes[1:2]):
         word = Word.ROUTER  # a "gate" beside experts, without a partner of its own
-    if word in WHOLE:
-        role, reason = WHOLE[word]
+    if word in REPLICATED:
+        role, reason = REPLICATED[word]
     elif rank < 2:
-        role, reason = Role.NORM, "a vector or scalar that nothing ties to a split dim"
+        role, reason = Role.NORM, "a vector or scalar that nothing ties to a sharded dim"
     elif rank > 3:
-        role, reason = WHOLE[Word.CONV]
+        role, reason = REPLICATED[Word.CONV]
     else:
         role, reason = Role.UNKNOWN, "no evidence: no partner by shape, and the name says nothing"
         if word is not Word.NONE:

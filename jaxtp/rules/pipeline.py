@@ -1,4 +1,4 @@
-"""Stacked layers over the pp axis: which arrays it cuts, and in what form they are stored."""
+"""Stacked layers over the pp axis: which arrays it shards, and in what form they are stored."""
 
 import dataclasses
 from collections import Counter
@@ -18,13 +18,13 @@ def deal(
     mesh: MeshShape,
     stages: Stages | None,
 ) -> tuple[Stages | None, tuple[ParamDecision, ...]]:
-    """How layers are dealt out, and the decisions with the pp axis in them.
+    """How layers are assigned to stages, and the decisions with the pp axis in them.
 
     Args:
         claims: One per parameter; they know the dims that count layers.
         decisions: One per claim, on the plan's mesh.
         mesh: The plan's mesh shape; without a pp axis of several devices nothing changes.
-        stages: How the user wants layers dealt out; None for evenly, one round, as many
+        stages: How the user wants layers assigned; None for evenly, one round, as many
             micro-batches as stages.
 
     Raises:
@@ -35,7 +35,7 @@ def deal(
     num_stages = mesh[mesh.pp] if mesh.pp else 1
     if stages is not None and stages.num_stages != num_stages:
         raise BadStages(
-            f"layers are dealt out to {stages.num_stages} stages, the mesh {mesh} has {num_stages}",
+            f"layers are assigned to {stages.num_stages} stages, the mesh {mesh} has {num_stages}",
             where="stages",
             fix=f"stages for {num_stages}, or a mesh with pp={stages.num_stages}",
         )
@@ -60,7 +60,7 @@ def deal(
         raise BadStages(
             f"stages for {stages.num_layers} layers, the model has stacks of {join(depths)}",
             where="stages",
-            fix=f"deal out {join(depths)} layers",
+            fix=f"stages of {join(depths)} layers",
         )
     dealt = (
         _deal(decision, claim.stacked_dims, mesh, stages)
@@ -76,9 +76,9 @@ def _deal(
     dim = next((d for d in stacked if decision.shape[d] == stages.num_layers), None)
     if any(mesh.pp in axes for d, axes in enumerate(decision.spec) if d != dim):
         raise BadSpec(
-            f"the axis {mesh.pp} cuts another dim than the layers",
+            f"the axis {mesh.pp} shards another dim than the layers",
             where=decision.path,
-            fix="leave it to jaxtp; fsdp is the axis that cuts any dim",
+            fix="leave it to jaxtp; fsdp is the axis that shards any dim",
         )
     if dim is None:
         return decision

@@ -57,9 +57,9 @@ def make_plan(
         axis_names: What jaxtp calls an axis -> what the mesh calls it, e.g. `{"tp": "model"}`.
         policy: For units that do not divide: "factor" takes the widest part of the tensor axis
             that divides, "replicate" keeps them replicated, "error" refuses.
-        zero: What an fsdp axis cuts: 0 the batch alone, 1 also optimizer state, 2 also gradients, 3
-            also parameters.
-        stages: How stacked layers are dealt out along a pp axis; by default evenly, in one round,
+        zero: What an fsdp axis shards: 0 the batch alone, 1 also optimizer state, 2 also
+            gradients, 3 also parameters.
+        stages: How stacked layers are assigned along a pp axis; by default evenly, in one round,
             for as many micro-batches as stages.
         pad_vocab: Pad a vocabulary that does not divide, instead of keeping its table whole.
         strict: Refuse a plan that wastes devices or memory, instead of noting it.

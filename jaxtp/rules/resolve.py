@@ -132,5 +132,5 @@ def _reason(vote: Vote, winner: Vote) -> str:
 
 
 def _text(vote: Vote) -> str:
-    where = ", ".join(f"dim {p.dim}" for p in vote.placements if p) or "whole"
+    where = ", ".join(f"dim {p.dim}" for p in vote.placements if p) or "replicated"
     return f"{vote.reason} -> {vote.spec or where}"

@@ -22,14 +22,14 @@ from jaxtp.rules.roles import Role
 def review(
     decisions: Sequence[ParamDecision], shape: MeshShape, mesh: Any, *, strict: bool, budget: float
 ) -> tuple[str, ...]:
-    """Sentences about the plan as a whole.
+    """Sentences about the plan altogether.
 
     Args:
         decisions: All of them.
         shape: The plan's mesh shape.
         mesh: The user's mesh, for what a shape cannot tell: idle devices and hosts.
         strict: Whether to raise instead.
-        budget: Share of all bytes that whole matrices may take.
+        budget: Share of all bytes that replicated matrices may take.
 
     Raises:
         NothingSharded, ReplicatedTooMuch, ConflictingDecisions, IdleDevices, BadMesh: under
@@ -75,7 +75,7 @@ def _whole(decisions: Sequence[ParamDecision], shape: MeshShape, budget: float) 
     listed = (f"{d.path} {list(d.shape)} ({d.fallback or d.reasons[-1]})" for d in largest)
     return [
         ReplicatedTooMuch(
-            f"whole matrices take {held / 1e6:,.1f} MB on every device, {held / total:.0%} of "
+            f"replicated matrices take {held / 1e6:,.1f} MB on every device, {held / total:.0%} of "
             f"{total / 1e6:,.1f} MB; the largest: {join(listed, 3)}",
             where=largest[0].path,
             fix=f"give heads= or config=, add overrides=, or raise replicated_budget={budget}",
@@ -96,7 +96,7 @@ def _groups(decisions: Sequence[ParamDecision], shape: MeshShape) -> list[JaxtpE
             if d.role is Role.GIVEN and rest and _ways(d, shape) not in rest:
                 found.append(
                     ConflictingDecisions(
-                        f"given {_ways(d, shape)}-way, while its group is split {join(rest)} ways",
+                        f"given {_ways(d, shape)}-way, its group is sharded {join(rest)} ways",
                         where=d.path,
                         fix="give all members of the group the same number of ways",
                     )

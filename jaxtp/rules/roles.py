@@ -11,23 +11,23 @@ class Role(StrEnum):
     """What a parameter does in the model."""
 
     COLUMN = "column"
-    """Its output dim is split; what it produces stays on the device (Megatron's
+    """Its output dim is sharded; what it produces stays on the device (Megatron's
     column-parallel)."""
 
     ROW = "row"
-    """Its input dim is split; its partial products are summed by one all-reduce."""
+    """Its input dim is sharded; its partial products are summed by one all-reduce."""
 
     COLUMN_BIAS = "column_bias"
     """A vector that follows the output dim of a column matrix."""
 
     ROW_BIAS = "row_bias"
-    """A bias added once, after the all-reduce of a row matrix: whole on every device."""
+    """A bias added once, after the all-reduce of a row matrix: replicated."""
 
     VOCAB = "vocab"
-    """A token table, an output head or the head's bias, split along the vocabulary."""
+    """A token table, an output head or the head's bias, sharded along the vocabulary."""
 
     EXPERT = "expert"
-    """Stacked experts, split along the expert dim, or inside each expert."""
+    """Stacked experts, sharded along the expert dim, or inside each expert."""
 
     ROUTER = "router"
     """Chooses experts; every device needs all of its few outputs."""
@@ -39,22 +39,22 @@ class Role(StrEnum):
     """Scale or offset of a normalisation."""
 
     FUSED = "fused"
-    """Several projections in one array whose pieces lie one after another: whole."""
+    """Several projections in one array whose pieces lie one after another: replicated."""
 
     LOW_RANK = "low_rank"
-    """A down-projection to a small shared width (multi-head latent attention): whole."""
+    """A down-projection to a small shared width (multi-head latent attention): replicated."""
 
     POSITION = "position"
-    """A table of positions or token types: whole."""
+    """A table of positions or token types: replicated."""
 
     CONV = "conv"
-    """A convolution: whole."""
+    """A convolution: replicated."""
 
-    WHOLE = "whole"
+    REPLICATED = "replicated"
     """Every device needs all of it, as the dataflow shows."""
 
     UNKNOWN = "unknown"
-    """No evidence: whole, and listed."""
+    """No evidence: replicated, and listed."""
 
     GIVEN = "given"
     """The user or an annotation gave the spec."""
@@ -107,12 +107,12 @@ class Vote:
         source: Who says so.
         role: What the parameter does.
         reason: One sentence of evidence, with the numbers seen.
-        placements: Dims that may be split, the preferred first; none means "keep it whole". Members
-            of a group list them in the same order, since a group takes the same choice throughout;
-            None stands for "whole under this choice".
+        placements: Dims that may be sharded, the preferred first; none means "replicate it".
+            Members of a group list them in the same order, since a group takes the same choice
+            throughout; None stands for "replicated under this choice".
         group: Parameters that must be decided together; "" if alone.
         spec: A complete spec that is not up to jaxtp: an override or an annotation.
-        fused: What `rules.fused` needs to choose how projections in one array are held.
+        fused: What `rules.fused` needs to choose how projections in one array are stored.
         stacked_dims: Dims that count the layers of a stack, as far as this source can see.
     """
 

@@ -22,7 +22,7 @@ from jaxtp.plan.trees import PyTree, flatten, leaves, map_with_path
 from jaxtp.rules.roles import Role
 
 CUT = (Role.COLUMN, Role.COLUMN_BIAS, Role.ROW)
-WHOLE = (Role.NORM, Role.WHOLE)
+WHOLE = (Role.NORM, Role.REPLICATED)
 
 Context = Mapping[str, jax.Array | None]
 """Arrays `(batch or 1, ...)` that blocks take beside their input, by name; no gradients."""

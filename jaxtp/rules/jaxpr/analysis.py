@@ -145,7 +145,9 @@ class Analysis:
 
 def _line(finding: Finding) -> str:
     place = (
-        "whole" if finding.dim is None else f"dim {finding.dim} in {finding.units} {finding.group}"
+        "replicated"
+        if finding.dim is None
+        else f"dim {finding.dim} in {finding.units} {finding.group}"
     )
     return f"{finding.path}: {finding.role}, {place}: " + "; ".join(finding.reasons)
 

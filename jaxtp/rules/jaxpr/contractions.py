@@ -96,7 +96,7 @@ def convolution(walk: Walk, equation: Any, inputs: Sequence[Value]) -> list[Resu
     """Features unify with the kernel's; spatial dims pass where the window is 1.
 
     A depthwise convolution is elementwise in its channels. A window of 1 without stride is a
-    product. Any other convolution needs its features whole.
+    product. Any other convolution needs all of its features.
     """
     params, (image, kernel) = equation.params, inputs
     numbers, groups = params["dimension_numbers"], params["feature_group_count"]

@@ -1,7 +1,7 @@
-"""Facts -> what is known about each class: who produces and contracts it, and what forbids a split.
+"""Facts -> what is known about each class: who makes and contracts it, and what forbids sharding.
 
 The idea: a class that kernels produce and other kernels contract, without being the residual
-stream, is the inside of a column/row pair; splitting it costs one all-reduce at the contraction.
+stream, is the inside of a column/row pair; sharding it costs one all-reduce at the contraction.
 Heads, kv heads and the MLP width are of that kind. Experts are classes that weights are stacked
 along; a vocabulary is what token ids index.
 """
@@ -22,7 +22,7 @@ from jaxtp.rules.jaxpr.records import (
 )
 
 INNER, EXPERT, VOCAB, SMALL = "inner", "expert", "vocab", "small"
-"""Kinds of class: between column and row kernels; experts; a vocabulary; one too small to split."""
+"""Kinds of class: between column and row kernels; experts; a vocabulary; one too small to shard."""
 
 # A token table with fewer than 1/8 of the rows of the largest one is not a second vocabulary but a
 # table of positions or segments whose index the caller passes (a threshold found on published
@@ -44,7 +44,7 @@ class Known:
         stacked: Whether weights are stacked along it.
         chosen: Whether a computed index is compared with a range along it (one-hot dispatch).
         tables: Token tables whose rows it is.
-        whole: Why it must not be split.
+        whole: Why it must not be sharded.
         needed: Operations that need all of it for each position: harmless for a vocabulary or
             experts, where they work on a few numbers per token.
         lost: Where it goes into a primitive that gives no information.
@@ -236,7 +236,7 @@ class Evidence:
                         self._note(atom).whole.append(MIXED)
 
     def _demote(self) -> bool:
-        """Takes one class off the stream if splitting it is worth more than keeping it whole.
+        """Takes one class off the stream if sharding it is worth more than replicating it.
 
         Needed for sums that look residual inside a region, as Mamba's D * x does. Such a sum lies
         in the branch of another stream, its class would be an inner one, and more than half of the

@@ -204,17 +204,17 @@ class Finding:
         role: "column", "row", "vocab", "expert", "fused" (contiguous pieces), "column_bias",
             "row_bias", "follower" (goes where its group goes: a relative position table, a per-head
             scale), "router", "norm", "conv", "position", "low_rank", "replicated".
-        dim: The array dim that carries the tensor axis; None keeps the array whole.
+        dim: The array dim that carries the tensor axis; None replicates the array.
         units: See `Option`.
         classes: See `Option`.
         pieces: See `Option`.
         use: For pieces that products put out: what taking them apart costs.
-        group: Id of the group that is decided together; "" when whole.
+        group: Id of the group that is decided together; "" when replicated.
         alternatives: What to take, in this order, if the group's units do not divide: for a stack
             of experts the dim inside each expert. All members of the group have as many, in the
             same order.
-        small: Whether it is whole only because its outputs or rows are few; a source that knows
-            what they are may still split them.
+        small: Whether it is replicated only because its outputs or rows are few; a source that
+            knows what they are may still shard them.
         stacked_dims: Array dims that a scan runs along: one entry a layer. No axis that a loop
             would gather over belongs there.
         reasons: Sentences of evidence, with sizes and source lines.

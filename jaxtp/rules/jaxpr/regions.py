@@ -30,7 +30,7 @@ class Region:
         classes: The classes, in program order.
         options: Path -> where the parameter would be split.
         weight: Elements of those parameters; twice as many for experts, which beat the width inside
-            them at an equal price on the wire because each expert's products stay whole.
+            them at an equal price on the wire because each expert's products stay on one device.
     """
 
     name: str

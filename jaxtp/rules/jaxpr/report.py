@@ -92,14 +92,14 @@ class Reporter:
         said = [self._first_use(path), self._partners(region)]
         if option.pieces:
             cuts = join(f"{start}:{stop}" for start, stop in option.pieces)
-            said.append(f"dim {option.dim} is cut into {cuts}, each split by itself")
+            said.append(f"dim {option.dim} has the pieces {cuts}, each sharded by itself")
         elif len(atoms := resolve(dim)) > 1:
             factors = " x ".join(str(atom.size) for atom in atoms)
             units = " x ".join(map(str, option.units))
             origin = next((atom.origin for atom in dim if atom.origin is not None), None)
             said.append(f"{dim_size(dim)} is seen as {factors}{self._at(origin)}; units {units}")
         if path in self._regions.instead:
-            said.append(f"dim {self._regions.instead[path].dim} can be split instead")
+            said.append(f"dim {self._regions.instead[path].dim} can be sharded instead")
         return said
 
     def _first_use(self, path: str) -> str:
@@ -150,7 +150,7 @@ class Reporter:
         return join(dict.fromkeys(named), 4)
 
     def _whole_role(self, path: str) -> tuple[str, str]:
-        """Role of a parameter that stays whole, and the reason that the role is."""
+        """Role of a replicated parameter, and the reason that the role is."""
         evidence, uses = self._evidence, self._evidence.uses[path]
         offset = self._offsets.get(path)
         if path in evidence.convolved:
@@ -182,23 +182,27 @@ class Reporter:
         """Why a dim is not split: what is known about its leading class."""
         size, atom = dim_size(dim), resolve(dim)[0]
         if all(part.lead for part in self._regions.parts(dim)):
-            return f"{size} could be split, but not together with what is"
+            return f"{size} could be sharded, but not together with what is"
         return f"{size} {self._verdict(atom)}"
 
     def _verdict(self, atom: Atom) -> str:
         known = self._evidence.of(atom)
         if atom in self._evidence.streams:
-            return "lies on the residual stream"
+            return "is a dim of the residual stream"
         if known.whole or known.needed:
-            return "cannot be split: " + (known.whole + known.needed)[0]
+            return "cannot be sharded: " + (known.whole + known.needed)[0]
         if known.lost and not known.contracted:
             return known.lost[0]
         if self._evidence.kind(atom) == SMALL:
             return f"is an output or table of {atom.size} entries, too few to be worth an exchange"
         if known.contracted:
-            how = "but not on the way back to the stream" if known.produced else "but never made"
+            how = (
+                "but not on the way back to the residual stream"
+                if known.produced
+                else "but never made"
+            )
             return f"is contracted, {how}"
-        return "is cut into pieces that are not all split" if known.produced else "is only indexed"
+        return "has pieces that are not all sharded" if known.produced else "is only indexed"
 
     def _at(self, equation: Any) -> str:
         """The source line of an equation, or nothing."""

@@ -67,7 +67,7 @@ def tile(walk: Walk, equation: Any, inputs: Sequence[Value]) -> list[Result]:
 
 
 def slice_(walk: Walk, equation: Any, inputs: Sequence[Value]) -> list[Result]:
-    """Contiguous slices are cuts; strided ones need the whole dim."""
+    """Contiguous slices are cuts; strided ones need all of the dim."""
     params, value = equation.params, inputs[0]
     strides = params["strides"] or (1,) * len(value.dims)
     shape = shape_of(equation.outvars[0].aval)
@@ -149,13 +149,13 @@ def pad(walk: Walk, equation: Any, inputs: Sequence[Value]) -> list[Result]:
 
 
 def reverse(walk: Walk, equation: Any, inputs: Sequence[Value]) -> list[Result]:
-    """Same dims; the reversed ones are needed whole."""
+    """Same dims; all of the reversed ones is needed."""
     needs_whole(walk, equation, inputs[0], equation.params["dimensions"])
     return [inputs[0].dims]
 
 
 def dynamic_slice(walk: Walk, equation: Any, inputs: Sequence[Value]) -> list[Result]:
-    """Full dims pass; partial ones need the whole dim and are fresh. A slice of a weight is one."""
+    """Full dims pass; partial ones are needed entirely, and fresh. A slice of a weight is one."""
     value, sizes = inputs[0], equation.params["slice_sizes"]
     partial = [i for i, (a, b) in enumerate(zip(value.shape, sizes, strict=True)) if a != b]
     needs_whole(walk, equation, value, partial)
@@ -190,20 +190,20 @@ def argument(walk: Walk, equation: Any, inputs: Sequence[Value]) -> list[Result]
 
 
 def cumulative(walk: Walk, equation: Any, inputs: Sequence[Value]) -> list[Result]:
-    """Same dims; the scanned one is needed whole."""
+    """Same dims; all of the scanned one is needed."""
     needs_whole(walk, equation, inputs[0], [equation.params["axis"]])
     return [inputs[0].dims]
 
 
 def sort(walk: Walk, equation: Any, inputs: Sequence[Value]) -> list[Result]:
-    """Operands are sorted together; the sorted dim is needed whole."""
+    """Operands are sorted together; all of the sorted dim is needed."""
     dims = tuple(_merge(walk, inputs, None))
     needs_whole(walk, equation, inputs[0], [equation.params["dimension"]])
     return [dims for _ in inputs]
 
 
 def top_k(walk: Walk, equation: Any, inputs: Sequence[Value]) -> list[Result]:
-    """Values and indices; the selected dim is fresh and its source needed whole."""
+    """Values and indices; the selected dim is fresh and all of its source is needed."""
     value, params = inputs[0], equation.params
     axis = params.get("reduction_dimension", params.get("axis", -1)) % len(value.dims)
     needs_whole(walk, equation, value, [axis])
@@ -230,7 +230,7 @@ def window(walk: Walk, equation: Any, inputs: Sequence[Value]) -> list[Result]:
 
 
 def fourier(walk: Walk, equation: Any, inputs: Sequence[Value]) -> list[Result]:
-    """The transformed dims are needed whole; a real transform changes the last one's size."""
+    """All of the transformed dims is needed; a real transform changes the last one's size."""
     lengths = equation.params["fft_lengths"]
     rank = len(inputs[0].dims)
     needs_whole(walk, equation, inputs[0], range(rank - len(lengths), rank))
