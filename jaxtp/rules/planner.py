@@ -61,7 +61,7 @@ def make_plan(
             gradients, 3 also parameters.
         stages: How stacked layers are assigned along a pp axis; by default evenly, in one round,
             for as many micro-batches as stages.
-        pad_vocab: Pad a vocabulary that does not divide, instead of keeping its table whole.
+        pad_vocab: Pad a vocabulary that does not divide, instead of replicating its table.
         strict: Refuse a plan that wastes devices or memory, instead of noting it.
         replicated_budget: Under `strict`, the share of all bytes that whole matrices may take.
         fn: The forward function `fn(params, *inputs)` or a Linen module, traced for its dataflow;
