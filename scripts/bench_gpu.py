@@ -31,11 +31,12 @@ import tyro
 
 import jaxtp
 from jaxtp.compile.report import GIB, Report
-from jaxtp.cost.flops import StepFlops
+from jaxtp.cost.flops import StepFlops, model_flops
 from jaxtp.errors import BadTarget, BadTopology, CheckFailed, DoesNotFit
 from jaxtp.hardware.gpus import KINDS, DeviceKind, kind_of
 from jaxtp.models import config_of
-from jaxtp.train.preset import StepOptions, model_flops, preflight_preset, preset_plan, preset_step
+from jaxtp.rules.model_dims import ModelDims
+from jaxtp.train.preset import StepOptions, preflight_preset, preset_plan, preset_step
 
 Flag = tyro.conf.FlagCreatePairsOff[bool]
 
@@ -240,7 +241,8 @@ def flops_of(options: StepOptions) -> StepFlops:
     """Model FLOPs of a step, recomputation left out."""
     plan = preset_plan({"tp": 1}, options)[1]
     tokens = options.batch * options.seq
-    return model_flops(config_of(options.model), plan, tokens=tokens, seq=options.seq)
+    dims = ModelDims.of(config_of(options.model))
+    return model_flops(plan, dims, tokens=tokens, seq=options.seq)
 
 
 def _tera(flops: float) -> str:

@@ -13,13 +13,14 @@ import jaxtp
 from jaxtp import models
 from jaxtp.config.batch_sizes import resolve
 from jaxtp.config.settings import Batch, Config, Mesh, Zero
+from jaxtp.cost.memory import state_bytes_per_device
 from jaxtp.errors import BadConfig, DoesNotFit
 from jaxtp.hardware.gpus import Target
+from jaxtp.placement.train_state import slots
 from jaxtp.train import setup
 from jaxtp.train.paper import (
     abstract_state,
     preflight_config,
-    state_bytes_per_device,
     warn_across_hosts,
 )
 
@@ -201,8 +202,10 @@ def test_micro_batches_share_one_reduction():
 
 def test_tensor_axis_across_hosts_has_a_price():
     config = Config(model="llama3-8b", target="h100:2x8", mesh=Mesh(tp=16), batch=Batch(size=1))
+    config = resolve(config, 16)
+    plan = setup.plan_of(config, setup.model_of(config), setup.axis_sizes(config))
     with pytest.warns(jaxtp.JaxtpWarning, match=r"tp=16 spans 2 NVLink domains .* ms a step, mod"):
-        warn_across_hosts(resolve(config, 16), Target.parse(config.target))
+        warn_across_hosts(config, plan, Target.parse(config.target))
 
 
 def test_what_cannot_fit_is_refused_before_it_is_compiled():
@@ -216,5 +219,6 @@ def test_what_cannot_fit_is_refused_before_it_is_compiled():
     sharded = resolve(dataclasses.replace(config, zero=Zero(stage=3)), 64)
     model = setup.model_of(sharded)
     plan = setup.plan_of(sharded, model, setup.axis_sizes(sharded))
-    held = state_bytes_per_device(abstract_state(sharded, model), plan)
+    state = abstract_state(sharded, model)
+    held = state_bytes_per_device(state, slots(state, plan), plan.mesh)
     assert held == pytest.approx(12 * 70.55e9 / 64, rel=2e-3)

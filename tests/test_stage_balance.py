@@ -7,12 +7,15 @@ import pytest
 
 from jaxtp.config.batch_sizes import resolve
 from jaxtp.config.settings import Batch, Config, Mesh, Pipeline, Zero, parse
+from jaxtp.cost.flops import model_flops
+from jaxtp.cost.recomputation import recomputed_flops
 from jaxtp.cost.stage_balance import Work, compare, deal, step_seconds, table
+from jaxtp.cost.step_time import modelled_seconds
 from jaxtp.errors import BadConfig, BadMesh, BadTarget
 from jaxtp.hardware.clusters import Cluster
 from jaxtp.hardware.gpus import KINDS, LAUNCH_SECONDS, Target
 from jaxtp.plan.stages import Stages
-from jaxtp.train.meter import modelled_seconds
+from jaxtp.rules.model_dims import ModelDims
 from jaxtp.train.paper import strategies, work_of
 from jaxtp.train.setup import axis_sizes, model_of, plan_of, stages_of
 
@@ -116,10 +119,13 @@ def test_a_config_deals_out_by_its_target():
     plan = plan_of(config, model, axis_sizes(config))
     assert plan.stages.layers == ((4, 4, 12, 12),)
     work = work_of(config, plan)
-    # 218.1 million parameters a layer; 4 x 4096 tokens; 4 GPUs; remat runs 4 passes for 3.
-    products = 6 * 218.1e6 * 4 * 4096
-    attention = 12 * 4096 * 4 * 4096 * 4096
-    assert work.layer_flops == pytest.approx((products + attention) / 4 * 4 / 3, rel=0.01)
+    # 218.1 million parameters a layer; 4 x 4096 tokens; 4 GPUs; remat "full" runs all but the last
+    # product, of 58.7 million parameters, once more.
+    products = (6 * 218.1e6 + 2 * (218.1e6 - 58.7e6)) * 4 * 4096
+    attention = 16 * 4096 * 4 * 4096 * 4096
+    assert work.layer_flops == pytest.approx((products + attention) / 4, rel=1e-3)
+    # The head, 128,256 x 4096, on 32 sequences over 16 GPUs.
+    assert work.end_flops == pytest.approx(6 * 128256 * 4096 * 32 * 4096 / 16)
     assert work.layer_bytes == pytest.approx(12 * 218.1e6 / 4, rel=0.01)
     assert work.permute_seconds == pytest.approx(LAUNCH_SECONDS + 4 * 4096 * 4096 * 2 / 25e9)
     lines = strategies(config, plan)
@@ -154,20 +160,27 @@ def test_deepspeeds_spelling_reaches_the_stages():
     assert "load_balance: mapped; --pipeline.load_balance" in map(str, lines)
 
 
-def test_modelled_seconds_of_a_step():
-    """Products at the sustained rate, four all-reduces a layer, and the stages' idle share."""
+@pytest.mark.parametrize(("remat", "reductions"), [("none", 4), ("full", 5), ("stage", 6)])
+def test_modelled_seconds_of_a_step(remat, reductions):
+    """Products at the sustained rate, all-reduces of each layer, and the stages' idle share."""
     config = Config(
-        model="llama3-8b", seq_len=4096, mesh=Mesh(tp=8, pp=2), batch=Batch(size=8, accumulation=8)
+        model="llama3-8b",
+        seq_len=4096,
+        mesh=Mesh(tp=8, pp=2),
+        batch=Batch(size=8, accumulation=8),
+        remat=remat,
     )
     config = resolve(config, 16)
-    plan = plan_of(config, model_of(config), axis_sizes(config))
-    target = Target.parse("h100:2x8")
-    seconds = modelled_seconds(config, model_of(config), plan, target, 16 * H100.matmul_flops)
+    model = model_of(config)
+    plan, dims = plan_of(config, model, axis_sizes(config)), ModelDims.of(model)
+    target, tokens = Target.parse("h100:2x8"), 8 * 4096
+    seconds = modelled_seconds(
+        plan, dims, target, tokens=tokens, seq=4096, num_micro=8, remat=remat, dtype="bfloat16"
+    )
+    flops = model_flops(plan, dims, tokens=tokens, seq=4096).full
+    flops += recomputed_flops(remat, plan, dims, tokens=tokens, seq=4096)
     message = 4096 * 4096 * 2
     reduction = target.collective_seconds("all-reduce", message, [range(8)])
-    busy = 1 + 4 * 16 * 8 * reduction
+    busy = flops / 16 / H100.matmul_flops + reductions * 16 * 8 * reduction
     assert plan.stages.bubble == 1 / 9
     assert seconds == pytest.approx(busy / (1 - 1 / 9))
-    again = dataclasses.replace(config, remat="full")
-    longer = modelled_seconds(again, model_of(config), plan, target, 16 * H100.matmul_flops)
-    assert longer == pytest.approx((busy + 1 / 3) * 9 / 8)

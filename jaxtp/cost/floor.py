@@ -1,6 +1,59 @@
-"""The least that tensor parallelism can move: the Megatron minimum."""
+"""The least that tensor parallelism can move: the Megatron minimum, in wire bytes per device."""
 
+import jax.numpy as jnp
+
+from jaxtp.cost.recomputation import reruns_of
 from jaxtp.hardware.links import wire_bytes
+from jaxtp.plan.decisions import Plan
+from jaxtp.rules.model_dims import ModelDims
+from jaxtp.rules.roles import Role
+
+REDUCTIONS_PER_PASS = 2
+"""All-reduces of a dense block in each direction: one a column/row pair, attention's and the MLP's
+(Shoeybi et al. 2019, section 3)."""
+
+
+def stream_bytes(tokens: int, hidden_size: int, dtype: str) -> int:
+    """Bytes of the replicated residual stream of so many tokens."""
+    return tokens * hidden_size * jnp.dtype(dtype).itemsize
+
+
+def layer_reductions(remat: str, plan: Plan) -> int:
+    """All-reduces of one layer on one micro-batch, forward and backward, those run again included.
+
+    Args:
+        remat: Key of `jaxtp.layers.recomputation.REMAT`.
+        plan: The plan.
+    """
+    again = reruns_of(remat, plan)
+    return 2 * REDUCTIONS_PER_PASS + again.attention_out + again.mlp_out
+
+
+def plan_floor_bytes(plan: Plan, dims: ModelDims, *, tokens: int, dtype: str) -> float | None:
+    """Wire bytes that one device must send per step along a plan's tensor axis; see `floor_bytes`.
+
+    None in pipeline stages: of their compiled program idle ticks count as work, so that a ratio to
+    the lower bound would say nothing.
+
+    Args:
+        plan: The plan.
+        dims: Sizes of its model.
+        tokens: Tokens of the global batch.
+        dtype: Type of activations.
+    """
+    if plan.stages is not None:
+        return None
+    has_vocab = any(
+        d.role is Role.VOCAB and d.dim_on(plan.mesh.tp) is not None for d in plan.decisions
+    )
+    shard = tokens // plan.mesh.ways(plan.mesh.batch)
+    return floor_bytes(
+        size=plan.mesh.tp_size,
+        message_bytes=stream_bytes(shard, dims.hidden_size, dtype),
+        layers=dims.layers,
+        ends=has_vocab,
+        sequence_parallel=plan.sequence_parallel,
+    )
 
 
 def floor_bytes(
@@ -35,7 +88,7 @@ def floor_bytes(
     one = wire_bytes("all-reduce", message_bytes, size)
     half = wire_bytes("all-gather", message_bytes, size)
     passes = 2 if training else 1
-    per_layer = 2 * passes * one
+    per_layer = REDUCTIONS_PER_PASS * passes * one
     if sequence_parallel:
-        per_layer += 2 * half * (passes - 1)
+        per_layer += REDUCTIONS_PER_PASS * half * (passes - 1)
     return layers * per_layer + (passes * one if ends else 0.0)

@@ -1,13 +1,14 @@
-"""What a step costs before anything is compiled: FLOPs from sizes alone.
-
-Seconds and wire bytes come from the compiled program (`compile/`), or as a floor from `cost/floor`.
-"""
+"""Model FLOPs of a step, and the parameters that its products are with."""
 
 import dataclasses
 import math
 
-from jaxtp.plan.decisions import Plan
+from jaxtp.plan.decisions import ParamDecision, Plan
+from jaxtp.rules.model_dims import ModelDims
 from jaxtp.rules.roles import Role
+
+VECTORS = frozenset({Role.NORM, Role.COLUMN_BIAS, Role.ROW_BIAS, Role.POSITION, Role.HEAD_TABLE})
+"""Roles of parameters that multiply no matrix, whatever their shape."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,10 +71,83 @@ def matmul_params(plan: Plan, *, tied: bool = False) -> int:
         plan: The plan, of a model whose token table is called an embedding.
         tied: Whether the token table is the head too.
     """
-    vectors = {Role.NORM, Role.COLUMN_BIAS, Role.ROW_BIAS, Role.POSITION, Role.HEAD_TABLE}
     tables = () if tied else ("embedding",)
     return sum(
         math.prod(d.shape)
         for d in plan.decisions
-        if len(d.shape) > 1 and d.role not in vectors and not d.path.endswith(tables)
+        if len(d.shape) > 1 and d.role not in VECTORS and not d.path.endswith(tables)
     )
+
+
+def is_tied(plan: Plan) -> bool:
+    """Whether a decoder's token table is its head too."""
+    return "lm_head/kernel" not in plan.params
+
+
+def model_flops(plan: Plan, dims: ModelDims, *, tokens: int, seq: int) -> StepFlops:
+    """FLOPs of one step of a model, recomputation left out.
+
+    Args:
+        plan: The plan.
+        dims: Sizes of its model.
+        tokens: Tokens of the global batch.
+        seq: Tokens of one sequence.
+    """
+    return train_flops(
+        matmul_params=matmul_params(plan, tied=is_tied(plan)),
+        tokens=tokens,
+        layers=dims.layers,
+        heads=dims.heads,
+        head_dim=dims.head_dim,
+        seq=seq,
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LayerParams:
+    """Elements of the matrices of all layers, global, by what their products do.
+
+    Attributes:
+        columns: They read the residual stream: query, key, value, gate, up, router.
+        attention_out: Attention's row product.
+        mlp_out: The MLP's row product, or that of all experts.
+    """
+
+    columns: int
+    attention_out: int
+    mlp_out: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.columns + self.attention_out + self.mlp_out
+
+
+def layer_params(plan: Plan, dims: ModelDims) -> LayerParams:
+    """The matrices of a decoder's layers.
+
+    Args:
+        plan: The plan.
+        dims: Sizes of its model.
+    """
+    sizes = {
+        d.path: math.prod(d.shape)
+        for d in plan.decisions
+        if len(d.shape) > 1 and d.role not in VECTORS | {Role.VOCAB} and not _is_table(d.path)
+    }
+    total = sum(sizes.values())
+    # Row products write the residual stream; of experts only those do.
+    out = sum(size for path, size in sizes.items() if _writes_stream(plan[path], dims))
+    attention_out = dims.layers * dims.heads * dims.head_dim * dims.hidden_size
+    return LayerParams(
+        columns=total - out, attention_out=attention_out, mlp_out=out - attention_out
+    )
+
+
+def _writes_stream(decision: ParamDecision, dims: ModelDims) -> bool:
+    is_expert = decision.role is Role.EXPERT and decision.shape[-1] == dims.hidden_size
+    return decision.role is Role.ROW or is_expert
+
+
+def _is_table(path: str) -> bool:
+    return path.endswith(("embedding", "lm_head/kernel"))

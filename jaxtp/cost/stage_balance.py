@@ -1,13 +1,16 @@
-"""Layers for stages of different GPUs: how many each one runs, and what a step then takes.
-
-No device is touched.
-"""
+"""Layers for stages of different GPUs: how many each one runs, and what a step then takes."""
 
 import dataclasses
 from collections.abc import Sequence
 
+from jaxtp.cost.floor import stream_bytes
+from jaxtp.cost.flops import is_tied, layer_params, matmul_params, model_flops
+from jaxtp.cost.recomputation import recomputed_flops
+from jaxtp.hardware.clusters import Cluster
 from jaxtp.hardware.gpus import DeviceKind
+from jaxtp.plan.decisions import Plan
 from jaxtp.plan.stages import Stages
+from jaxtp.rules.model_dims import ModelDims
 
 STRATEGIES = ("even", "compute_first", "memory_first")
 """How layers are dealt out: alike, by FLOP/s of matrix products, by memory."""
@@ -75,6 +78,49 @@ def deal(
         "memory_first": [float(kind.memory_bytes) for kind in kinds],
     }[strategy]
     return Stages.shared(num_layers, shares, micro_batches=micro_batches, num_rounds=num_rounds)
+
+
+def layer_work(
+    plan: Plan,
+    dims: ModelDims,
+    cluster: Cluster,
+    *,
+    tokens: int,
+    seq: int,
+    remat: str,
+    dtype: str,
+    stacked_bytes: int,
+) -> Work:
+    """What the layers of a plan with stages cost on one device of a stage.
+
+    Args:
+        plan: The plan, with stages.
+        dims: Sizes of its model.
+        cluster: The machines; stages are equal runs of its devices.
+        tokens: Tokens of the global batch.
+        seq: Tokens of one sequence.
+        remat: Key of `jaxtp.layers.recomputation.REMAT`.
+        dtype: Type of activations.
+        stacked_bytes: Parameters and optimizer state of the layers that one device stores.
+    """
+    assert plan.stages is not None
+    stages, num_stages = plan.stages, plan.stages.num_stages
+    per_stage = cluster.num_devices // num_stages
+    whole = model_flops(plan, dims, tokens=tokens, seq=seq)
+    ends = 6 * tokens * (matmul_params(plan, tied=is_tied(plan)) - layer_params(plan, dims).total)
+    layers = whole.full - ends + recomputed_flops(remat, plan, dims, tokens=tokens, seq=seq)
+    row = tokens // stages.micro_batches // plan.mesh.ways(plan.mesh.batch)
+    num_bytes = stream_bytes(row, dims.hidden_size, dtype)
+    if plan.sequence_parallel:
+        num_bytes //= plan.mesh.tp_size
+    first = [stage * per_stage for stage in range(num_stages)]
+    ring = zip(first, [*first[1:], 0], strict=True)
+    return Work(
+        layer_flops=layers / dims.layers / stages.micro_batches / per_stage,
+        end_flops=ends / cluster.num_devices,
+        layer_bytes=stacked_bytes // (stages.num_rounds * stages.block),
+        permute_seconds=max(cluster.permute_seconds(num_bytes, *pair) for pair in ring),
+    )
 
 
 def step_seconds(stages: Stages, kinds: Sequence[DeviceKind], work: Work) -> float:

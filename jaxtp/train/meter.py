@@ -2,12 +2,10 @@
 
 import jax
 
-from jaxtp import models
 from jaxtp.compile.running_step import is_gpu, target_of
-from jaxtp.config.settings import Config
-from jaxtp.hardware.gpus import Target
-from jaxtp.plan.decisions import Plan
-from jaxtp.train.preset import model_flops, recomputation, stream_bytes
+from jaxtp.cost.flops import model_flops
+from jaxtp.cost.step_time import modelled_seconds
+from jaxtp.rules.model_dims import ModelDims
 from jaxtp.train.setup import Setup
 
 
@@ -22,10 +20,20 @@ class Meter:
     def __init__(self, setup: Setup) -> None:
         config, self._devices = setup.config, setup.mesh.devices
         tokens = config.batch.size * config.seq_len
-        self.flops = model_flops(setup.model, setup.plan, tokens=tokens, seq=config.seq_len).full
+        dims = ModelDims.of(setup.model)
+        self.flops = model_flops(setup.plan, dims, tokens=tokens, seq=config.seq_len).full
         self.target = target_of(setup.mesh)
         self._on_gpu = is_gpu(setup.mesh)
-        self._seconds = modelled_seconds(config, setup.model, setup.plan, self.target, self.flops)
+        self._seconds = modelled_seconds(
+            setup.plan,
+            dims,
+            self.target,
+            tokens=tokens,
+            seq=config.seq_len,
+            num_micro=config.batch.accumulation,
+            remat=config.remat,
+            dtype=setup.model.dtype,
+        )
 
     def __call__(self, seconds: float) -> dict[str, float]:
         """`mfu` on GPUs, `mfu_modelled` elsewhere; and `memory_gb` of the fullest local device.
@@ -54,30 +62,3 @@ def memory_bytes() -> int:
         for piece in array.addressable_shards if not array.is_deleted() else ():
             held[piece.device] += piece.data.nbytes
     return max(held.values())
-
-
-def modelled_seconds(
-    config: Config, model: models.Config, plan: Plan, target: Target, flops: float
-) -> float:
-    """Seconds of a step on `target` from sizes alone: nothing is compiled, nothing overlaps.
-
-    (products + tensor parallelism's all-reduces) / (1 - bubble): products at the rate that large
-    ones sustain, recomputation included; four all-reduces of the residual stream a layer (DESIGN
-    2). What data parallelism moves is left out. `jaxtp preflight` compiles, and knows better.
-
-    Args:
-        config: Resolved settings.
-        model: The model.
-        plan: Its plan.
-        target: The machine.
-        flops: FLOPs of one step without recomputation.
-    """
-    products = (
-        recomputation(config.remat) * flops / plan.mesh.num_devices / target.device.matmul_flops
-    )
-    num_bytes = stream_bytes(model, config.batch.micro_size * config.seq_len)
-    count = 4 * model.num_hidden_layers * config.batch.accumulation / config.mesh.pp
-    group = [range(config.mesh.tp)]
-    reductions = count * target.collective_seconds("all-reduce", num_bytes, group)
-    bubble = plan.stages.bubble if plan.stages else 0
-    return (products + (reductions if config.mesh.tp > 1 else 0)) / (1 - bubble)

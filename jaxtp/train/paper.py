@@ -5,7 +5,6 @@ No array exists.
 
 import dataclasses
 import json
-import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +20,11 @@ from jaxtp.compile.deviceless import preflight
 from jaxtp.compile.report import Report
 from jaxtp.config.batch_sizes import resolve
 from jaxtp.config.settings import Config, parse
-from jaxtp.cost.stage_balance import Work, compare, table
+from jaxtp.cost.floor import plan_floor_bytes, stream_bytes
+from jaxtp.cost.flops import model_flops
+from jaxtp.cost.memory import state_bytes_per_device
+from jaxtp.cost.stage_balance import Work, compare, layer_work, table
+from jaxtp.cost.step_time import reduction_seconds
 from jaxtp.errors import DoesNotFit, JaxtpWarning
 from jaxtp.hardware.clusters import Cluster
 from jaxtp.hardware.gpus import Target
@@ -29,9 +32,8 @@ from jaxtp.mesh.build import plan_mesh
 from jaxtp.placement.arrays import shard
 from jaxtp.placement.train_state import slots
 from jaxtp.plan.decisions import Plan
-from jaxtp.plan.trees import PyTree, itemsize, leaves
+from jaxtp.rules.model_dims import ModelDims
 from jaxtp.train.optimizer import build_optimizer
-from jaxtp.train.preset import model_flops, recomputation, stream_bytes, tensor_floor
 from jaxtp.train.setup import axis_sizes, model_of, options_of, plan_of, stage_kinds, update_of
 from jaxtp.train.update import TrainState, init_state
 
@@ -60,10 +62,11 @@ def preflight_config(
     # One program runs on all kinds of GPU, so it has to fit the smallest.
     target = Cluster.parse(config.target).smallest
     config = resolve(config, target.num_devices)
-    warn_across_hosts(config, target)
     mesh = axis_sizes(config)
     model = model_of(config)
+    dims = ModelDims.of(model)
     plan = plan_of(config, model, mesh)
+    warn_across_hosts(config, plan, target)
     refuse_too_large(config, abstract_state(config, model), plan, target)
     tokens = config.batch.size * config.seq_len
     report = preflight(
@@ -73,8 +76,8 @@ def preflight_config(
         keywords={"settings": json.dumps(dataclasses.asdict(config), default=str)},
         options=options_of(config.communication),
         tensor_axes=plan.mesh.tp,
-        floor_bytes=tensor_floor(model, plan, tokens=tokens),
-        model_flops=model_flops(model, plan, tokens=tokens, seq=config.seq_len).full,
+        floor_bytes=plan_floor_bytes(plan, dims, tokens=tokens, dtype=model.dtype),
+        model_flops=model_flops(plan, dims, tokens=tokens, seq=config.seq_len).full,
         time_limit=time_limit,
         on_progress=on_progress,
     )
@@ -87,7 +90,8 @@ def _offloaded(config: Config, plan: Plan) -> tuple[str, ...]:
     if config.zero.offload_optimizer == "none":
         return ()
     # Compiled without a device, programs have no host memory.
-    held = state_bytes_per_device(abstract_state(config, model_of(config)).opt_state, plan)
+    state = abstract_state(config, model_of(config)).opt_state
+    held = state_bytes_per_device(state, slots(state, plan), plan.mesh)
     return (
         f"the peak counts {held / 2**30:,.2f} GiB of optimizer state per GPU, which "
         "zero.offload_optimizer keeps in the host's memory between steps",
@@ -109,32 +113,17 @@ def strategies(config: Config, plan: Plan) -> tuple[str, ...]:
 
 def work_of(config: Config, plan: Plan) -> Work:
     """What the layers of a resolved config cost on one device of a stage."""
-    assert plan.stages is not None
-    model, cluster = model_of(config), Cluster.parse(config.target)
-    num_stages, per_stage = config.mesh.pp, cluster.num_devices // config.mesh.pp
-    stacked = dataclasses.replace(
-        plan, decisions=tuple(d for d in plan.decisions if d.dim_on((plan.mesh.pp,)) is not None)
-    )
-    tokens, layers = config.batch.size * config.seq_len, model.num_hidden_layers
-    whole, in_layers = (
-        model_flops(model, p, tokens=tokens, seq=config.seq_len).full for p in (plan, stacked)
-    )
-    row = tokens // plan.stages.micro_batches // (config.mesh.dp * config.mesh.fsdp)
-    num_bytes = stream_bytes(model, row)
-    if plan.sequence_parallel:
-        num_bytes //= config.mesh.tp
-    first = [stage * per_stage for stage in range(num_stages)]
-    ring = zip(first, [*first[1:], 0], strict=True)
-    state, rows = abstract_state(config, model), plan.stages.num_rounds * plan.stages.block
-    return Work(
-        layer_flops=recomputation(config.remat)
-        * in_layers
-        / layers
-        / plan.stages.micro_batches
-        / per_stage,
-        end_flops=(whole - in_layers) / cluster.num_devices,
-        layer_bytes=state_bytes_per_device(state, plan, cut_by=plan.mesh.pp) // rows,
-        permute_seconds=max(cluster.permute_seconds(num_bytes, *pair) for pair in ring),
+    model = model_of(config)
+    places = slots(state := abstract_state(config, model), plan)
+    return layer_work(
+        plan,
+        ModelDims.of(model),
+        Cluster.parse(config.target),
+        tokens=config.batch.size * config.seq_len,
+        seq=config.seq_len,
+        remat=config.remat,
+        dtype=model.dtype,
+        stacked_bytes=state_bytes_per_device(state, places, plan.mesh, cut_by=plan.mesh.pp),
     )
 
 
@@ -186,7 +175,7 @@ def refuse_too_large(config: Config, state: TrainState, plan: Plan, target: Targ
     Raises:
         DoesNotFit: TP114, if that is more than the card has.
     """
-    held = state_bytes_per_device(state, plan)
+    held = state_bytes_per_device(state, slots(state, plan), plan.mesh)
     card = target.device.memory_bytes
     if held <= card:
         return
@@ -200,38 +189,24 @@ def refuse_too_large(config: Config, state: TrainState, plan: Plan, target: Targ
     )
 
 
-def state_bytes_per_device(state: PyTree, plan: Plan, *, cut_by: str = "") -> int:
-    """Bytes of a train state or a part of it, padding included, that one device holds.
-
-    Args:
-        state: Its shapes.
-        plan: Where it lies.
-        cut_by: Count only arrays that this axis cuts.
-    """
-    found = slots(state, plan)
-    return sum(
-        itemsize(str(leaf.dtype))
-        * math.prod(found[path].stored)
-        // math.prod(plan.mesh.ways(axes) for axes in found[path].spec)
-        for path, leaf in leaves(state)
-        if not cut_by or any(cut_by in axes for axes in found[path].spec)
-    )
-
-
-def warn_across_hosts(config: Config, target: Target) -> None:
-    """Warns if tensor parallelism leaves the NVLink domain, with what that costs.
-
-    A dense block all-reduces the residual stream twice forward and twice backward (DESIGN 2).
-    """
+def warn_across_hosts(config: Config, plan: Plan, target: Target) -> None:
+    """Warns if tensor parallelism leaves the NVLink domain, with what that costs."""
     domain = {target.domain(device) for device in range(config.mesh.tp)}
     if len(domain) == 1:
         return
     model = model_of(config)
-    num_bytes = stream_bytes(model, config.batch.micro_size * config.seq_len)
-    count = 4 * model.num_hidden_layers * config.batch.accumulation
+    message = stream_bytes(config.batch.micro_size * config.seq_len, model.hidden_size, model.dtype)
     inside = next(n for n in range(config.mesh.tp, 0, -1) if target.domain(n - 1) == 0)
     across, within = (
-        count * target.collective_seconds("all-reduce", num_bytes, [range(size)])
+        reduction_seconds(
+            plan,
+            ModelDims.of(model),
+            target,
+            message_bytes=message,
+            num_micro=config.batch.accumulation,
+            remat=config.remat,
+            size=size,
+        )
         for size in (config.mesh.tp, inside)
     )
     warnings.warn(

@@ -15,17 +15,17 @@ from jaxtp.activations.by_name import use_plan
 from jaxtp.compile.deviceless import preflight
 from jaxtp.compile.options import CompileOptions
 from jaxtp.compile.report import Report
-from jaxtp.cost.floor import floor_bytes
-from jaxtp.cost.flops import StepFlops, matmul_params, train_flops
+from jaxtp.cost.floor import plan_floor_bytes
+from jaxtp.cost.flops import model_flops
 from jaxtp.errors import SizeMismatch
 from jaxtp.hardware.gpus import Target
 from jaxtp.mesh.build import plan_mesh
-from jaxtp.models import Config, abstract, config_of
+from jaxtp.models import abstract, config_of
 from jaxtp.models.layers import cross_entropy
 from jaxtp.placement.arrays import shard
 from jaxtp.plan.decisions import Plan
+from jaxtp.rules.model_dims import ModelDims
 from jaxtp.rules.planner import make_plan
-from jaxtp.rules.roles import Role
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +133,7 @@ def preflight_preset(
     config = config_of(options.model)
     layers = options.layers or config.num_hidden_layers
     config = dataclasses.replace(config, num_hidden_layers=layers)
+    dims = ModelDims.of(config)
     tokens = options.batch * options.seq
     report = preflight(
         entry,
@@ -141,69 +142,12 @@ def preflight_preset(
         keywords=dataclasses.asdict(options),
         options=compiler_options,
         tensor_axes=plan.mesh.tp,
-        floor_bytes=tensor_floor(config, plan, tokens=tokens),
-        model_flops=model_flops(config, plan, tokens=tokens, seq=options.seq).full,
+        floor_bytes=plan_floor_bytes(plan, dims, tokens=tokens, dtype=config.dtype),
+        model_flops=model_flops(plan, dims, tokens=tokens, seq=options.seq).full,
         time_limit=time_limit,
         on_progress=on_progress,
     )
     return plan, report
-
-
-def tensor_floor(config: Config, plan: Plan, *, tokens: int) -> float | None:
-    """Wire bytes that one device must send per step along the tensor axis; see `floor_bytes`.
-
-    None in pipeline stages: of their compiled program idle ticks count as work, so that a ratio to
-    the floor would say nothing.
-
-    Args:
-        config: The model.
-        plan: Its plan.
-        tokens: Tokens of the global batch.
-    """
-    if plan.stages is not None:
-        return None
-    has_vocab = any(
-        d.role is Role.VOCAB and d.dim_on(plan.mesh.tp) is not None for d in plan.decisions
-    )
-    return floor_bytes(
-        size=plan.mesh.tp_size,
-        message_bytes=stream_bytes(config, tokens // plan.mesh.ways(plan.mesh.batch)),
-        layers=config.num_hidden_layers,
-        ends=has_vocab,
-        sequence_parallel=plan.sequence_parallel,
-    )
-
-
-def stream_bytes(config: Config, tokens: int) -> int:
-    """Bytes of the residual stream of so many tokens, whole."""
-    return tokens * config.hidden_size * jnp.dtype(config.dtype).itemsize
-
-
-def recomputation(remat: str) -> float:
-    """FLOPs of a step with recomputation, as a multiple of those without.
-
-    It runs the forward pass, a third of the three passes' worth, once more.
-    """
-    return 1 if remat == "none" else 4 / 3
-
-
-def model_flops(config: Config, plan: Plan, *, tokens: int, seq: int) -> StepFlops:
-    """FLOPs of one step of a model, recomputation left out.
-
-    Args:
-        config: The model.
-        plan: Its plan.
-        tokens: Tokens of the global batch.
-        seq: Tokens of one sequence.
-    """
-    return train_flops(
-        matmul_params=matmul_params(plan, tied="lm_head/kernel" not in plan.params),
-        tokens=tokens,
-        layers=config.num_hidden_layers,
-        heads=config.num_attention_heads,
-        head_dim=config.head_dim,
-        seq=seq,
-    )
 
 
 def preset_step(mesh: Mesh, **settings: Any) -> tuple[Any, tuple[Any, ...]]:

@@ -1,0 +1,42 @@
+"""Bytes of parameters, gradients and optimizer state on one device, from shapes and a plan."""
+
+import math
+from collections.abc import Mapping
+from typing import Protocol
+
+from jaxtp.mesh.axes import MeshShape
+from jaxtp.plan.trees import PyTree, Spec, itemsize, leaves
+
+
+class Placed(Protocol):
+    """Where an array lies: a decision of a plan, or what `jaxtp.placement.train_state` derives."""
+
+    @property
+    def stored(self) -> tuple[int, ...]:
+        """Global shape in elements, as placed."""
+        ...
+
+    @property
+    def spec(self) -> Spec:
+        """Mesh axes per dim."""
+        ...
+
+
+def state_bytes_per_device(
+    state: PyTree, places: Mapping[str, Placed], mesh: MeshShape, *, cut_by: str = ""
+) -> int:
+    """Bytes of a train state or a part of it, padding included, that one device holds.
+
+    Args:
+        state: Its shapes.
+        places: Path -> where that array lies, from `jaxtp.placement.train_state.slots`.
+        mesh: The plan's mesh shape.
+        cut_by: Count only arrays that are sharded along this axis.
+    """
+    return sum(
+        itemsize(str(leaf.dtype))
+        * math.prod(places[path].stored)
+        // math.prod(mesh.ways(axes) for axes in places[path].spec)
+        for path, leaf in leaves(state)
+        if not cut_by or any(cut_by in axes for axes in places[path].spec)
+    )
