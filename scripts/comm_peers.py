@@ -13,6 +13,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jaxtp.config.settings import parse
+from jaxtp.mesh.axes import Axis
 from jaxtp.plan.decisions import ParamDecision
 from jaxtp.train import paper
 from jaxtp.train.preset import StepOptions, planned_step, preset_plan
@@ -46,7 +47,8 @@ def megatron_config_step(mesh: Mesh, settings: str) -> Any:
     plan = plan_of(config, model_of(config), mesh)
     decisions: list[ParamDecision] = []
     for d in plan.decisions:
-        fsdp = [tuple(axis for axis in axes if axis == plan.mesh.fsdp) for axes in d.spec]
+        name = plan.mesh.name_of(Axis.FSDP)
+        fsdp = [tuple(axis for axis in axes if axis == name) for axes in d.spec]
         cut = _by_hand(d)
         spec = tuple((("tp",) if dim == cut else ()) + fsdp[dim] for dim in range(len(d.shape)))
         decisions.append(d.revise(spec, "by hand"))

@@ -57,9 +57,8 @@ def main(config: Config) -> int:
     folder = config.run.folder
     checkpoints = Checkpoints(folder / "checkpoints", keep_last=config.run.keep_last)
     check_folder(checkpoints, config)
-    sizes = (config.mesh.tp, config.mesh.pp, config.mesh.dp, config.mesh.fsdp)
     jaxtp.initialize(
-        cpu_devices=math.prod(abs(size) for size in sizes),
+        cpu_devices=math.prod(map(abs, config.mesh.sizes.values())),
         timeout=config.faults.start_timeout,
         heartbeat_timeout=config.faults.heartbeat_timeout,
     )

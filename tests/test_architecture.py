@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from jaxtp.mesh.axes import Axis
+
 PACKAGE = Path(__file__).parent.parent / "jaxtp"
 FILES = {
     ".".join(("jaxtp", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(
@@ -19,7 +21,8 @@ FILES = {
 # Lowest first. A module imports from lower rows and from its own package, never from its own row.
 LAYERS = """
 errors
-hardware mesh processes
+mesh
+hardware processes
 plan
 config rules
 cost placement
@@ -81,6 +84,16 @@ def test_only_heavy_packages_are_imported_inside_functions(module):
     functions = (n for n in ast.walk(parse(module)) if isinstance(n, ast.FunctionDef))
     deferred = {name.split(".")[0] for function in functions for name in imports(function)}
     assert deferred <= DEFERRED
+
+
+@every_file
+def test_only_the_axis_table_lists_mesh_axes(module):
+    if module == "jaxtp.mesh.axes":
+        return
+    for node in ast.walk(parse(module)):
+        listed = node.keys if isinstance(node, ast.Dict) else getattr(node, "elts", ())
+        names = [n.value for n in listed if isinstance(n, ast.Constant) and n.value in set(Axis)]
+        assert len(names) < 2, f"line {node.lineno} lists {names}: ask the rows of Axis instead"
 
 
 @every_file

@@ -13,7 +13,7 @@ from jaxtp.mesh.build import make_mesh, plan_mesh
 from jaxtp.plan.decisions import Plan
 
 FREE = PartitionSpec.UNCONSTRAINED
-FACTORED = MeshShape((("dp", 2), ("tp_0", 2), ("tp_1", 2)), tp=("tp_0", "tp_1"), dp="dp")
+FACTORED = MeshShape.of({"dp": 2, "tp": 4}).factored((2, 2))
 
 
 def plan_on(shape, **options):
@@ -77,7 +77,7 @@ def test_sequence_parallel_cuts_the_residual_stream_only(name, shape, want):
 
 
 def test_batch_goes_over_all_data_axes():
-    shape = MeshShape((("dp", 2), ("fsdp", 2), ("tp", 2)), dp="dp", fsdp="fsdp")
+    shape = MeshShape.of({"dp": 2, "fsdp": 2, "tp": 2})
     assert placed(plan_on(shape), jnp.ones((4, 8)), "tokens") == (("dp", "fsdp"), None)
 
 
@@ -167,7 +167,7 @@ def test_plans_nest_and_end_with_their_block():
 
 
 def test_constraints_hold_inside_a_shard_map_over_stages():
-    shape = MeshShape((("pp", 2), ("tp", 4)), pp="pp")
+    shape = MeshShape.of({"pp": 2, "tp": 4})
     plan, mesh = plan_on(shape)
     x = jnp.arange(2 * 2 * 4 * 8, dtype=jnp.float32).reshape(2, 2, 4, 8)
 

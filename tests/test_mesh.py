@@ -1,5 +1,7 @@
 """Axis names, sizes and meshes: rows M1 to M4 of the failure catalogue start here."""
 
+import json
+
 import jax
 import numpy as np
 import pytest
@@ -8,7 +10,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 import jaxtp
 from jaxtp.errors import BadMesh, IdleDevices, NoTensorAxis
 from jaxtp.mesh import build
-from jaxtp.mesh.axes import MeshShape, legal_ways, splits
+from jaxtp.mesh.axes import Axis, MeshShape, Shards, legal_ways, splits
 
 
 def test_make_mesh_puts_tp_innermost_with_auto_axes():
@@ -39,6 +41,40 @@ def test_sizes_that_do_not_work_say_what_would(sizes, error, text):
         jaxtp.make_mesh(**sizes)
 
 
+@pytest.mark.parametrize("sizes", [{"tp": "4"}, {"tp": None}, {"tp": 2.0}, {"tp": True}, {"tq": 2}])
+def test_sizes_that_are_none_say_which_axes_there_are(sizes):
+    with pytest.raises(BadMesh, match="TP010"):
+        jaxtp.make_mesh(**{"tp": 1, **sizes})
+
+
+@pytest.mark.parametrize(
+    "mesh", [None, 4, "tp", {}, {"tp": 2.5}, {"tp": float("nan")}, {"tp": "4"}]
+)
+def test_what_is_no_mesh(mesh):
+    with pytest.raises(BadMesh, match="TP010"):
+        MeshShape.of(mesh)
+
+
+def test_one_mesh_axis_has_one_purpose():
+    with pytest.raises(BadMesh, match="'tp', stand for dp, tp"):
+        MeshShape.of({"tp": 4}, {"tp": "tp", "dp": "tp"})
+
+
+def test_every_row_of_the_axis_table_works_in_a_mesh():
+    for axis in Axis:
+        shape = MeshShape.of(
+            jaxtp.make_mesh(
+                **{"tp": 4, axis.value: 2}, devices=jax.devices()[: 2 if axis is Axis.TP else 8]
+            )
+        )
+        assert shape.size_of(axis) == 2
+        assert shape.name_of(axis) == axis
+        for what in Shards:
+            assert (axis in shape.sharding(what)) == (what in axis.shards)
+        assert MeshShape.from_data(json.loads(json.dumps(shape.to_data()))) == shape
+        assert shape.without([axis]).size_of(axis) == 1
+
+
 def test_fewer_devices_on_purpose():
     assert jaxtp.make_mesh(tp=2, devices=jax.devices()[:2]).size == 2
 
@@ -50,13 +86,13 @@ def test_fewer_devices_on_purpose():
         jax.make_mesh((2, 4), ("dp", "tp"), axis_types=(AxisType.Auto,) * 2),
         AbstractMesh((2, 4), ("dp", "tp")),
         {"dp": 2, "tp": 4},
-        MeshShape((("dp", 2), ("tp", 4)), dp="dp"),
+        MeshShape((("dp", 2), ("tp", 4)), others=((Axis.DP, "dp"),)),
     ],
     ids=["explicit", "auto", "abstract", "mapping", "shape"],
 )
 def test_every_way_to_say_a_mesh(mesh):
     shape = MeshShape.of(mesh)
-    assert shape == MeshShape((("dp", 2), ("tp", 4)), dp="dp")
+    assert shape == MeshShape((("dp", 2), ("tp", 4)), others=((Axis.DP, "dp"),))
     assert shape.batch == ("dp",)
     assert (shape.tp_size, shape.num_devices, shape["dp"]) == (4, 8, 2)
 

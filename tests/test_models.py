@@ -450,9 +450,9 @@ def test_decoding_needs_a_prompt():
         generate(build(LLAMA), TOKENS[:, :0], 3)
 
 
-FACTORED = MeshShape((("dp", 2), ("tp_0", 2), ("tp_1", 2)), tp=("tp_0", "tp_1"), dp="dp")
+FACTORED = MeshShape.of({"dp": 2, "tp": 4}).factored((2, 2))
 PLACED = {
-    "llama-dp2-tp4": (LLAMA, MeshShape((("dp", 2), ("tp", 4)), dp="dp"), False),
+    "llama-dp2-tp4": (LLAMA, MeshShape.of({"dp": 2, "tp": 4}), False),
     "llama-dp2-tp2x2-sp": (LLAMA, FACTORED, True),  # 2 kv heads, each on two devices
     "qwen-tp8": (QWEN, MeshShape((("tp", 8),)), False),  # 4 heads on 8 devices: whole
     "gpt2-dp2-tp2x2": (GPT2, FACTORED, False),

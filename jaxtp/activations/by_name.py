@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtp.errors import BadStages, SizeMismatch, UnknownActivation, join
-from jaxtp.mesh.axes import MeshShape
+from jaxtp.mesh.axes import Axis, MeshShape
 from jaxtp.plan.decisions import ParamDecision
 from jaxtp.plan.stages import Stages
 
@@ -103,7 +103,11 @@ class ActivePlan:
         Outside of the layers pipeline stages share it: otherwise all of them would compute the same
         loss, and hold its logits.
         """
-        return self.shape.batch if self.stages is None else (*self.shape.batch, self.shape.pp)
+        return (
+            self.shape.batch
+            if self.stages is None
+            else (*self.shape.batch, self.shape.name_of(Axis.PP))
+        )
 
     @property
     def sequence(self) -> tuple[str, ...]:
@@ -123,7 +127,7 @@ class ActivePlan:
 
     def mapped(self) -> "ActivePlan":
         """What counts inside a `jax.vmap` over the tensor axes: the other axes only."""
-        return ActivePlan(dataclasses.replace(self.shape, tp=()), False, self.mesh)
+        return ActivePlan(self.shape.without([Axis.TP]), False, self.mesh)
 
 
 # The one ambient value of jaxtp. A ContextVar would be invisible to jit: a function traced outside
@@ -171,15 +175,16 @@ def _check_stages(plan: ActivationPlan) -> None:
     stages, shape = plan.stages, plan.mesh
     if stages is None:
         return
-    if not shape.pp or shape[shape.pp] != stages.num_stages:
+    axis = shape.name_of(Axis.PP)
+    if not axis or shape[axis] != stages.num_stages:
         raise BadStages(
             f"{stages.num_stages} stages on the mesh {shape}",
             where="pp",
             fix=f"make the plan on a mesh with pp={stages.num_stages}",
         )
-    if all(shape.pp not in d.spec[0] for d in plan.decisions if d.spec):
+    if all(axis not in d.spec[0] for d in plan.decisions if d.spec):
         raise BadStages(
-            f"{stages.num_stages} stages, and no parameter has its layers split over {shape.pp}",
+            f"{stages.num_stages} stages, and no parameter has its layers split over {axis}",
             fix="stack the layers and run them with jaxtp.scan_layers; or a mesh without pp",
         )
 

@@ -16,6 +16,7 @@ from jaxtp.cli.model_argument import load_subject
 from jaxtp.config.settings import Communication, Config, load
 from jaxtp.errors import BadUsage, JaxtpError, page
 from jaxtp.inspect.pages import see_tp_plan
+from jaxtp.mesh.axes import Axis
 from jaxtp.plan.decisions import Plan
 from jaxtp.processes.device_health import probe as run_probe
 from jaxtp.processes.startup import initialize
@@ -61,10 +62,10 @@ class PlanOptions:
 
 def _plan(text: str, options: PlanOptions) -> Plan:
     subject = load_subject(text)
-    mesh = {"dp": options.dp, "tp": options.tp} if options.dp > 1 else {"tp": options.tp}
+    mesh = {Axis.DP.value: options.dp} if options.dp > 1 else {}
     return make_plan(
         subject.params,
-        mesh,
+        {**mesh, Axis.TP.value: options.tp},
         config=subject.config if options.use_config else None,
         heads=options.heads,
         kv_heads=options.kv_heads,

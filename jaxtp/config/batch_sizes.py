@@ -82,7 +82,7 @@ def is_sequence_parallel(config: Config) -> bool:
 
 
 def _fill_mesh(mesh: Mesh, num_devices: int) -> Mesh:
-    sizes = {name: getattr(mesh, name) for name in ("tp", "pp", "fsdp", "dp")}
+    sizes = {axis.value: size for axis, size in reversed(mesh.sizes.items())}
     open_axes = [name for name, size in sizes.items() if size == -1]
     if len(open_axes) > 1:
         raise BadConfig("dp and fsdp are both -1", where="mesh", fix="give one of them")

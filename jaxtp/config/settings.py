@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal, get_type_hints
 
 from jaxtp.config.deepspeed import TABLE, Line, translate
 from jaxtp.errors import BadConfig, Problems, join
+from jaxtp.mesh.axes import Axis, Shards
 
 Strict = ClassVar[Mapping[str, object]]
 STRICT: Mapping[str, object] = types.MappingProxyType({"extra": "forbid", "strict": True})
@@ -39,6 +40,12 @@ class Mesh:
     fsdp: int = 1
     """Devices that the batch and, by `zero.stage`, the train state are sharded over; -1 as for
     `dp`."""
+
+    @property
+    def sizes(self) -> dict[Axis, int]:
+        """Devices along each axis that a run may have, in the order of the mesh."""
+        settings = {field.name for field in dataclasses.fields(self)}
+        return {axis: getattr(self, axis) for axis in Axis if axis.value in settings}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -421,7 +428,8 @@ def check_ranges(config: Config) -> None:
             value = getattr(value, name)
         if not value >= least:
             problems.add(BadConfig(f"is {value}", where=key, fix=f"at least {least}"))
-    for key in ("dp", "fsdp"):
-        if (value := getattr(config.mesh, key)) < 1 and value != -1:
+    # These may take what the other axes leave, because more of them means more batch.
+    for key in Axis.that_shard(Shards.BATCH):
+        if (value := config.mesh.sizes[key]) < 1 and value != -1:
             problems.add(BadConfig(f"is {value}", where=f"mesh.{key}", fix="1 or more, or -1"))
     problems.raise_any()

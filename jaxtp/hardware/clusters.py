@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from jaxtp.errors import BadMesh, BadTarget, join
 from jaxtp.hardware.gpus import LAUNCH_SECONDS, DeviceKind, Target
+from jaxtp.mesh.axes import Axis, Shards
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,10 +88,12 @@ class Cluster:
                 f"{self} has {self.num_devices} GPUs, the mesh {math.prod(sizes.values())}",
                 fix="a target and a mesh of the same size",
             )
-        num_stages = sizes.get("pp", 1)
+        # Stages may have unequal work; all other axes divide a stage's work equally.
+        unequal = set(Axis.that_shard(Shards.LAYERS))
+        num_stages = math.prod(size for axis, size in sizes.items() if axis in unequal)
         per_stage = self.num_devices // num_stages
         width = 1
-        for axis in reversed([axis for axis in sizes if axis != "pp"]):
+        for axis in reversed([axis for axis in sizes if axis not in unequal]):
             width *= sizes[axis]
             for first in range(0, self.num_devices, width):
                 names = [kind.name for kind in self.kinds[first : first + width]]

@@ -26,6 +26,7 @@ from jax.sharding import PartitionSpec
 from jaxtp.activations.by_name import ActivePlan, active_plan, constrain, in_force
 from jaxtp.errors import BadStages, SizeMismatch, join
 from jaxtp.layers.recomputation import LAYER_INPUT, Policy, remat_of
+from jaxtp.mesh.axes import Axis, Shards
 from jaxtp.plan.stages import Stages
 from jaxtp.plan.trees import PyTree
 
@@ -97,7 +98,7 @@ class _Pipeline:
 
     @property
     def axis(self) -> str:
-        return self.active.shape.pp
+        return self.active.shape.name_of(Axis.PP)
 
     @property
     def manual_batch(self) -> tuple[str, ...]:
@@ -113,7 +114,7 @@ class _Pipeline:
         """What counts inside a stage."""
         shape = self.active.shape
         if self.manual_batch:
-            shape = dataclasses.replace(shape, dp="", fsdp="")
+            shape = shape.without(Axis.that_shard(Shards.BATCH))
         return dataclasses.replace(self.active, shape=shape, stages=None)
 
     def split(self, x: jax.Array) -> jax.Array:

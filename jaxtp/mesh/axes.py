@@ -1,32 +1,80 @@
-"""Axis names and sizes of a mesh, as data; no device is touched."""
+"""The table of mesh axes, and the axis names and sizes of one mesh, as data.
+
+Adding an axis is one row of `Axis`; no device is touched here.
+"""
 
 import dataclasses
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
-from typing import Any
+from typing import Any, cast
+
+import numpy as np
 
 from jaxtp.errors import BadMesh, NoTensorAxis, join
 
 
+class Shards(StrEnum):
+    """What an axis may shard."""
+
+    BATCH = "batch"
+    PARAMETERS = "parameters"
+    OPTIMIZER_STATE = "optimizer state"
+    EXPERTS = "experts"
+    SEQUENCE = "sequence"
+    LAYERS = "layers"
+
+
+class Links(StrEnum):
+    """Which links an axis prefers."""
+
+    FAST = "inside the NVLink domain"
+    NETWORK = "the network between hosts"
+
+
 class Axis(StrEnum):
-    """What a mesh axis is for, outermost first; `tp` is innermost, inside the NVLink domain."""
+    """The table of mesh axes, outermost first: what each one shards and where it belongs.
 
-    PP = "pp"
-    """Pipeline stages."""
+    A mesh is built in this order. Everything that asks about an axis asks its row: which axes
+    shard the batch, what a size of 2 along an axis would do, which axis may span hosts.
 
-    DP = "dp"
-    """Replicas: the batch is split, parameters are not."""
+    Attributes:
+        shards: What the axis may shard.
+        links: The links that its collectives need.
+        purpose: What it is for, for messages.
+    """
 
-    FSDP = "fsdp"
-    """The batch and the parameters are split."""
+    shards: frozenset[Shards]
+    links: Links
+    purpose: str
 
-    EP = "ep"
-    """Experts."""
+    def __new__(cls, name: str, shards: Iterable[Shards], links: Links, purpose: str) -> "Axis":
+        """A row: its name, and what the table says of it."""
+        row = str.__new__(cls, name)
+        row._value_ = name
+        row.shards, row.links, row.purpose = frozenset(shards), links, purpose
+        return row
 
-    TP = "tp"
-    """Tensor parallelism."""
+    # fmt: off
+    PP = "pp", [Shards.LAYERS], Links.NETWORK, "pipeline stages"
+    DP = "dp", [Shards.BATCH], Links.NETWORK, "replicas"
+    FSDP = (
+        "fsdp", [Shards.BATCH, Shards.PARAMETERS, Shards.OPTIMIZER_STATE], Links.NETWORK,
+        "batch, parameters and optimizer state",
+    )
+    EP = "ep", [Shards.EXPERTS], Links.FAST, "experts"
+    TP = (
+        "tp", [Shards.PARAMETERS, Shards.OPTIMIZER_STATE, Shards.EXPERTS, Shards.SEQUENCE],
+        Links.FAST, "tensor parallelism",
+    )
+    # fmt: on
+
+    @classmethod
+    def that_shard(cls, what: Shards) -> tuple["Axis", ...]:
+        """The rows of the axes that may shard `what`."""
+        return tuple(axis for axis in cls if what in axis.shards)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,16 +85,14 @@ class MeshShape:
         sizes: `(name, devices along the axis)`, major to minor.
         tp: Axes that together are the tensor-parallel axis, major to minor: one, or its factors.
         tp_name: How users spell the whole tensor axis in a PartitionSpec.
-        dp: The replica axis, or "" without one; `fsdp`, `pp`, `ep` alike.
+        others: `(row of the axis table, name of the mesh axis)` for the other axes of the mesh
+            that jaxtp knows the purpose of, in the table's order.
     """
 
     sizes: tuple[tuple[str, int], ...]
-    tp: tuple[str, ...] = ("tp",)
-    tp_name: str = "tp"
-    dp: str = ""
-    fsdp: str = ""
-    pp: str = ""
-    ep: str = ""
+    tp: tuple[str, ...] = (Axis.TP.value,)
+    tp_name: str = Axis.TP.value
+    others: tuple[tuple[Axis, str], ...] = ()
 
     @classmethod
     def of(cls, mesh: Any, axis_names: Mapping[str, str] | None = None) -> "MeshShape":
@@ -58,35 +104,29 @@ class MeshShape:
 
         Raises:
             NoTensorAxis: TP013, if no axis of the mesh is the tensor axis.
-            BadMesh: TP010, if `axis_names` names an axis that the mesh does not have, or a size is
-                below 1.
+            BadMesh: TP010, if this is no mesh, a size is not a whole number of 1 or more, or
+                `axis_names` names an axis that the mesh does not have, or one axis twice.
         """
         if isinstance(mesh, MeshShape):
             return mesh
-        sizes = {str(k): int(v) for k, v in dict(getattr(mesh, "shape", mesh)).items()}
-        names = {str(k): v for k, v in (axis_names or {}).items()}
-        if unknown := sorted(set(names) - set(Axis)):
-            raise BadMesh(
-                f"axis_names has unknown keys {unknown}",
-                fix=f"keys are {join(Axis)}, values mesh axes",
-            )
-        if missing := sorted(v for v in names.values() if v not in sizes):
-            raise BadMesh(
-                f"axis_names points at {join(missing)}, the mesh has {join(sizes) or 'no axes'}",
-                fix="values of axis_names are axes of the mesh",
-            )
-        if bad := {k: v for k, v in sizes.items() if v < 1}:
-            raise BadMesh(f"sizes below 1: {bad}", fix="every axis has at least one device")
+        sizes = _sizes(mesh)
+        names = _names(axis_names, sizes)
         found = {a: names.get(a, a.value if a in sizes else "") for a in Axis}
-        if not found[Axis.TP]:
+        if taken := [name for name, n in Counter(filter(None, found.values())).items() if n > 1]:
+            both = join(a.value for a in Axis if found[a] == taken[0])
+            raise BadMesh(
+                f"axis_names makes one mesh axis, {taken[0]!r}, stand for {both}",
+                fix="each mesh axis has one purpose; leave the others out of axis_names",
+            )
+        tp = found.pop(Axis.TP)
+        if not tp:
             last = next(reversed(sizes), "model")
             raise NoTensorAxis(
                 f"the mesh has axes {dict(sizes)} and none is called 'tp'",
                 fix=f'axis_names={{"tp": "{last}"}}, or jaxtp.make_mesh(tp=...)',
             )
-        tp = found.pop(Axis.TP)
-        rest = {a.value: name for a, name in found.items()}
-        return cls(tuple(sizes.items()), tp=(tp,), tp_name=tp, **rest)
+        others = tuple((axis, name) for axis, name in found.items() if name)
+        return cls(tuple(sizes.items()), tp=(tp,), tp_name=tp, others=others)
 
     def __getitem__(self, axis: str) -> int:
         """Devices along one axis.
@@ -116,8 +156,53 @@ class MeshShape:
 
     @property
     def batch(self) -> tuple[str, ...]:
-        """Axes that split the batch, major to minor."""
-        return tuple(name for name in self.names if name in (self.dp, self.fsdp))
+        """Axes that shard the batch, major to minor."""
+        return self.sharding(Shards.BATCH)
+
+    def sharding(self, what: Shards) -> tuple[str, ...]:
+        """Axes that may shard `what`, major to minor; of the tensor axis all factors."""
+        rows = {name: axis for axis, name in self.others} | dict.fromkeys(self.tp, Axis.TP)
+        return tuple(name for name in self.names if name in rows and what in rows[name].shards)
+
+    def name_of(self, axis: Axis) -> str:
+        """What this mesh calls an axis of the table; "" if it has none of the kind."""
+        return self.tp_name if axis is Axis.TP else dict(self.others).get(axis, "")
+
+    def size_of(self, axis: Axis) -> int:
+        """Devices along an axis of the table; 1 if the mesh has none of the kind."""
+        if axis is Axis.TP:
+            return self.tp_size
+        name = self.name_of(axis)
+        return self[name] if name else 1
+
+    def without(self, axes: Iterable[Axis]) -> "MeshShape":
+        """This shape with some axes of no purpose: what counts where they are not to be used."""
+        gone = set(axes)
+        return dataclasses.replace(
+            self,
+            tp=() if Axis.TP in gone else self.tp,
+            others=tuple((axis, name) for axis, name in self.others if axis not in gone),
+        )
+
+    def to_data(self) -> dict[str, Any]:
+        """A form for JSON; `from_data` reads it."""
+        return {
+            "sizes": [list(size) for size in self.sizes],
+            "tp": list(self.tp),
+            "tp_name": self.tp_name,
+            **{axis.value: self.name_of(axis) for axis in Axis if axis is not Axis.TP},
+        }
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> "MeshShape":
+        """What `to_data` wrote; a row that is not in `data` is an axis that mesh does not have."""
+        rows = [(axis, str(data.get(axis.value, ""))) for axis in Axis if axis is not Axis.TP]
+        return cls(
+            sizes=tuple((str(name), int(size)) for name, size in data["sizes"]),
+            tp=tuple(data["tp"]),
+            tp_name=data["tp_name"],
+            others=tuple((axis, name) for axis, name in rows if name),
+        )
 
     def ways(self, axes: Iterable[str]) -> int:
         """In how many pieces these axes together cut a dim."""
@@ -158,6 +243,45 @@ class MeshShape:
             itertools.chain.from_iterable(parts if s[0] == self.tp[0] else (s,) for s in self.sizes)
         )
         return dataclasses.replace(self, sizes=sizes, tp=tuple(name for name, _ in parts))
+
+
+def _sizes(mesh: Any) -> dict[str, int]:
+    """Devices along each axis of anything that has a shape, checked to be whole numbers."""
+    shape = getattr(mesh, "shape", mesh)
+    if not isinstance(shape, Mapping) or not shape:
+        raise BadMesh(
+            f"a {type(mesh).__name__} is no mesh: {mesh!r:.60}",
+            fix='a jax Mesh such as jaxtp.make_mesh(tp=8), or sizes such as {"dp": 2, "tp": 4}',
+        )
+    sizes = {str(name): size for name, size in cast("Mapping[Any, Any]", shape).items()}
+    if bad := {name: size for name, size in sizes.items() if not is_count(size) or size < 1}:
+        raise BadMesh(f"sizes {bad}", fix="each size is a whole number of devices, 1 or more")
+    return {name: int(size) for name, size in sizes.items()}
+
+
+def is_count(value: object) -> bool:
+    """Whether a value is a whole number: not text, not 2.0, not True."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def _names(axis_names: Any, sizes: Mapping[str, int]) -> dict[str, str]:
+    if not isinstance(axis_names, Mapping | None):
+        raise BadMesh(
+            f"axis_names is a {type(axis_names).__name__}",
+            fix='a mapping from jaxtp\'s name to the mesh\'s: {"tp": "model", "dp": "data"}',
+        )
+    names = {str(k): v for k, v in cast("Mapping[Any, Any]", axis_names or {}).items()}
+    if unknown := sorted(set(names) - set(Axis)):
+        raise BadMesh(
+            f"axis_names has unknown keys {unknown}",
+            fix=f"keys are {join(Axis)}, values mesh axes",
+        )
+    if missing := sorted(str(v) for v in names.values() if v not in sizes):
+        raise BadMesh(
+            f"axis_names points at {join(missing)}, the mesh has {join(sizes)}",
+            fix="values of axis_names are axes of the mesh",
+        )
+    return names
 
 
 def splits(units: Sequence[int], ways: int) -> bool:

@@ -3,26 +3,18 @@
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from jaxtp.errors import BadMesh, IdleDevices
-from jaxtp.mesh.axes import MeshShape
+from jaxtp.errors import BadMesh, IdleDevices, join
+from jaxtp.mesh.axes import Axis, MeshShape, is_count
 
 
-def make_mesh(
-    *,
-    tp: int,
-    dp: int = 1,
-    fsdp: int = 1,
-    pp: int = 1,
-    ep: int = 1,
-    devices: Sequence[Any] | None = None,
-) -> Mesh:
+def make_mesh(*, tp: int, devices: Sequence[Any] | None = None, **others: int) -> Mesh:
     """A mesh over all devices, `tp` innermost so that it stays inside the NVLink domain.
 
     Axes of size 1 are left out, except `tp`. All axes are Auto: JAX 0.9 and later default to
@@ -30,17 +22,17 @@ def make_mesh(
 
     Args:
         tp: Devices along the tensor axis; -1 for any one axis takes all devices that are left.
-        dp: Replicas.
-        fsdp: Devices over which parameters and batch are split.
-        pp: Pipeline stages.
-        ep: Expert groups.
         devices: Devices to use; all of them by default.
+        **others: Devices along the other axes of the table (`jaxtp.mesh.axes.Axis`), 1 by default:
+            `dp` replicas, `fsdp` devices over which parameters and batch are sharded, `pp`
+            pipeline stages, `ep` experts.
 
     Raises:
-        BadMesh: TP010, if a size is illegal or the sizes do not multiply to the device count.
+        BadMesh: TP010, if an axis is unknown, a size is illegal, or the sizes do not multiply to
+            the device count.
         IdleDevices: TP011, if devices would be left over; pass `devices=` to mean it.
     """
-    sizes = {"pp": pp, "dp": dp, "fsdp": fsdp, "ep": ep, "tp": tp}
+    sizes = _asked({Axis.TP.value: tp, **others})
     count = len(jax.devices() if devices is None else devices)
     open_axes = [a for a, n in sizes.items() if n == -1]
     if len(open_axes) > 1 or any(n < 1 and n != -1 for n in sizes.values()):
@@ -66,13 +58,28 @@ def make_mesh(
             f"sizes {sizes} use {total} of {count} devices, {count - total} would idle",
             fix="dp=-1 takes the rest; devices=jax.devices()[:N] means it",
         )
-    kept = {a: n for a, n in sizes.items() if n > 1 or a == "tp"}
+    kept = {a: n for a, n in sizes.items() if n > 1 or Axis(a) is Axis.TP}
     return jax.make_mesh(
         tuple(kept.values()),
         tuple(kept),
         axis_types=(AxisType.Auto,) * len(kept),
         devices=devices,
     )
+
+
+def _asked(given: Mapping[str, Any]) -> dict[str, int]:
+    """The size of every axis of the table, in its order; axes that are not given are 1."""
+    if unknown := sorted(set(given) - set(Axis)):
+        raise BadMesh(
+            f"no mesh axis is called {join(unknown)}",
+            fix="the axes are " + join(f"{axis} ({axis.purpose})" for axis in Axis),
+        )
+    if bad := {name: size for name, size in given.items() if not is_count(size)}:
+        raise BadMesh(
+            f"sizes {bad} are not whole numbers",
+            fix="devices along the axis, 1 or more; or -1 for what the other axes leave",
+        )
+    return {axis.value: int(given.get(axis.value, 1)) for axis in Axis}
 
 
 def plan_mesh(mesh: Any, shape: MeshShape) -> Mesh:

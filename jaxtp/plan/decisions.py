@@ -225,8 +225,7 @@ class Plan:
 
     def to_json(self) -> str:
         """The whole plan as JSON text, stable between runs."""
-        data = dataclasses.asdict(self)
-        data["mesh"]["sizes"] = [list(s) for s in self.mesh.sizes]
+        data = dataclasses.asdict(self) | {"mesh": self.mesh.to_data()}
         return json.dumps({"format": FORMAT, **data}, indent=1)
 
     @classmethod
@@ -243,13 +242,11 @@ class Plan:
                     "the plan was written by a newer jaxtp",
                     fix="upgrade jaxtp, or make the plan again",
                 )
-            mesh = data.pop("mesh")
-            mesh["sizes"] = tuple((str(n), int(s)) for n, s in mesh["sizes"])
-            mesh["tp"] = tuple(mesh["tp"])
+            mesh = MeshShape.from_data(data.pop("mesh"))
             decisions = tuple(_decision(d) for d in data.pop("decisions"))
             stages = data.pop("stages", None)
             return cls(
-                mesh=MeshShape(**mesh),
+                mesh=mesh,
                 decisions=decisions,
                 stages=stages and _stages(**stages),
                 notes=tuple(data.pop("notes")),

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 
 from jaxtp.errors import BadConfig
-from jaxtp.mesh.axes import MeshShape
+from jaxtp.mesh.axes import Axis, MeshShape
 from jaxtp.plan.decisions import ParamDecision
 from jaxtp.plan.trees import Spec
 from jaxtp.rules.resolve import Claim
@@ -41,7 +41,7 @@ def spread(
     """
     if stage not in STAGES:
         raise BadConfig(f"there is no ZeRO stage {stage}", where="zero", fix="0, 1, 2 or 3")
-    if not mesh.fsdp or stage == 0:
+    if not mesh.name_of(Axis.FSDP) or stage == 0:
         return tuple(decisions)
     inside = [frozenset(range(len(c.param.shape))) - {*c.stacked_dims} for c in claims]
     sizes = [math.prod(d.shape[i] for i in core) for d, core in zip(decisions, inside, strict=True)]
@@ -56,15 +56,16 @@ def _spread(
     decision: ParamDecision, core: frozenset[int] | None, mesh: MeshShape, stage: int
 ) -> ParamDecision:
     """One decision; `core` are the dims that do not count layers, None for a small array."""
-    if any(mesh.fsdp in axes for axes in decision.spec):
+    name = mesh.name_of(Axis.FSDP)
+    if any(name in axes for axes in decision.spec):
         return decision  # the user or an annotation has put it there
     dim = None if core is None else _best_dim(decision, core, mesh)
-    axis = f"{mesh.fsdp}={mesh[mesh.fsdp]}"
+    axis = f"{name}={mesh[name]}"
     if dim is None:
         return _explained(
             decision, f"{axis}: {'replicated, small' if core is None else 'not divisible'}"
         )
-    spec = tuple((*axes, mesh.fsdp) if d == dim else axes for d, axes in enumerate(decision.spec))
+    spec = tuple((*axes, name) if d == dim else axes for d, axes in enumerate(decision.spec))
     if stage == 3:
         return _explained(decision, f"{axis} on dim {dim}", spec=spec)
     held = "optimizer state" if stage == 1 else "optimizer state and gradient"
@@ -78,7 +79,7 @@ def _best_dim(decision: ParamDecision, core: frozenset[int], mesh: MeshShape) ->
     over fsdp gives back what tensor parallelism needs.
     """
     stored = decision.stored
-    ways = mesh[mesh.fsdp]
+    ways = mesh.size_of(Axis.FSDP)
     legal = [d for d in core if stored[d] % (mesh.ways(decision.spec[d]) * ways) == 0]
     return max(legal, key=lambda d: (not decision.spec[d], stored[d], -d), default=None)
 

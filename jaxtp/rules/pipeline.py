@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from jaxtp.errors import BadSpec, BadStages, join
-from jaxtp.mesh.axes import MeshShape
+from jaxtp.mesh.axes import Axis, MeshShape
 from jaxtp.plan.decisions import ParamDecision
 from jaxtp.plan.stages import Stages
 from jaxtp.plan.stored_form import Blocks
@@ -32,7 +32,7 @@ def deal(
             stages or of layers.
         BadSpec: TP044, if an override puts the pp axis elsewhere.
     """
-    num_stages = mesh[mesh.pp] if mesh.pp else 1
+    num_stages = mesh.size_of(Axis.PP)
     if stages is not None and stages.num_stages != num_stages:
         raise BadStages(
             f"layers are assigned to {stages.num_stages} stages, the mesh {mesh} has {num_stages}",
@@ -74,19 +74,20 @@ def _deal(
 ) -> ParamDecision:
     # Other sizes count the layers of a stack beside the one that the stages share.
     dim = next((d for d in stacked if decision.shape[d] == stages.num_layers), None)
-    if any(mesh.pp in axes for d, axes in enumerate(decision.spec) if d != dim):
+    axis = mesh.name_of(Axis.PP)
+    if any(axis in axes for d, axes in enumerate(decision.spec) if d != dim):
         raise BadSpec(
-            f"the axis {mesh.pp} shards another dim than the layers",
+            f"the axis {axis} shards another dim than the layers",
             where=decision.path,
             fix="leave it to jaxtp; fsdp is the axis that shards any dim",
         )
     if dim is None:
         return decision
     axes = decision.spec[dim]
-    kept = axes if mesh.pp in axes else (mesh.pp, *axes)
+    kept = axes if axis in axes else (axis, *axes)
     spec = (*decision.spec[:dim], kept, *decision.spec[dim + 1 :])
     *before, last = decision.reasons
-    reasons = (*before, f"{last}; {mesh.pp}={stages.num_stages} on layer dim {dim}")
+    reasons = (*before, f"{last}; {axis}={stages.num_stages} on layer dim {dim}")
     pieces = Blocks(dim=dim, pieces=stages.pieces, block=stages.block)
     return dataclasses.replace(
         decision,

@@ -6,7 +6,7 @@ Each step is one call into one module.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxtp.mesh.axes import MeshShape
+from jaxtp.mesh.axes import Axis, MeshShape
 from jaxtp.plan import trees
 from jaxtp.plan.decisions import Plan
 from jaxtp.plan.stages import Stages
@@ -103,7 +103,7 @@ def make_plan(
         mesh=shape,
         decisions=decisions,
         policy=policy,
-        zero=zero if shape.fsdp else 0,
+        zero=zero if shape.name_of(Axis.FSDP) else 0,
         stages=stages,
         notes=notes,
     )

@@ -28,6 +28,7 @@ from jaxtp.cost.step_time import reduction_seconds
 from jaxtp.errors import DoesNotFit, JaxtpWarning
 from jaxtp.hardware.clusters import Cluster
 from jaxtp.hardware.gpus import Target
+from jaxtp.mesh.axes import Axis
 from jaxtp.mesh.build import plan_mesh
 from jaxtp.placement.arrays import shard
 from jaxtp.placement.train_state import slots
@@ -123,7 +124,9 @@ def work_of(config: Config, plan: Plan) -> Work:
         seq=config.seq_len,
         remat=config.remat,
         dtype=model.dtype,
-        stacked_bytes=state_bytes_per_device(state, places, plan.mesh, cut_by=plan.mesh.pp),
+        stacked_bytes=state_bytes_per_device(
+            state, places, plan.mesh, cut_by=plan.mesh.name_of(Axis.PP)
+        ),
     )
 
 

@@ -19,6 +19,7 @@ from jaxtp.cost.floor import plan_floor_bytes
 from jaxtp.cost.flops import model_flops
 from jaxtp.errors import SizeMismatch
 from jaxtp.hardware.gpus import Target
+from jaxtp.mesh.axes import Axis, Shards
 from jaxtp.mesh.build import plan_mesh
 from jaxtp.models import abstract, config_of
 from jaxtp.models.layers import cross_entropy
@@ -128,7 +129,7 @@ def preflight_preset(
             f"tp={tp} on {devices} devices with a batch of {options.batch}",
             fix=f"tp divides {devices}, and the batch is a multiple of {devices}/tp",
         )
-    mesh = {"dp": devices // tp, "tp": tp}
+    mesh = {Axis.DP.value: devices // tp, Axis.TP.value: tp}
     _, plan = preset_plan(mesh, options)
     config = config_of(options.model)
     layers = options.layers or config.num_hidden_layers
@@ -163,7 +164,7 @@ def preset_step(mesh: Mesh, **settings: Any) -> tuple[Any, tuple[Any, ...]]:
     """
     options = StepOptions(**settings)
     # The plan's axes are factors of the one tensor axis that planning starts from.
-    mesh = Mesh(mesh.devices.reshape(-1, options.tp), ("dp", "tp"))
+    mesh = Mesh(mesh.devices.reshape(-1, options.tp), (Axis.DP, Axis.TP))
     model, plan = preset_plan(mesh, options)
     return planned_step(model, plan, mesh, options)
 
@@ -198,7 +199,7 @@ def planned_step(
 
     def wide_gradients(params: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
         # Inside, the batch is already cut: only tensor parallelism is left to the partitioner.
-        inner = dataclasses.replace(plan, mesh=dataclasses.replace(plan.mesh, dp="", fsdp=""))
+        inner = dataclasses.replace(plan, mesh=plan.mesh.without(Axis.that_shard(Shards.BATCH)))
 
         def local(params: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
             loss, grads = gradients(inner, params, tokens)

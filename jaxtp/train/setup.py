@@ -19,6 +19,7 @@ from jaxtp.cost.stage_balance import deal
 from jaxtp.errors import BadConfig, SizeMismatch, join
 from jaxtp.hardware.clusters import Cluster
 from jaxtp.hardware.gpus import DeviceKind
+from jaxtp.mesh.axes import Axis
 from jaxtp.mesh.build import make_mesh, plan_mesh
 from jaxtp.placement.arrays import shard_batch
 from jaxtp.placement.init import init_sharded
@@ -75,7 +76,7 @@ def prepare(config: Config) -> Setup:
     agree({name: operator.attrgetter(name)(config) for name in settings()})
     config = resolve(config, jax.device_count())
     _check_machine(config)
-    mesh = make_mesh(tp=config.mesh.tp, pp=config.mesh.pp, dp=config.mesh.dp, fsdp=config.mesh.fsdp)
+    mesh = make_mesh(devices=jax.devices(), **axis_sizes(config))
     model = model_of(config)
     text = read_text(config, model.vocab_size)
     plan = plan_of(config, model, mesh)
@@ -159,8 +160,8 @@ def update_of(
 
 def axis_sizes(config: Config) -> dict[str, int]:
     """The mesh of a resolved config as `make_mesh` orders it; axes of size 1 are left out."""
-    sizes = {name: getattr(config.mesh, name) for name in ("pp", "dp", "fsdp", "tp")}
-    return {name: size for name, size in sizes.items() if size > 1 or name == "tp"}
+    sizes = config.mesh.sizes.items()
+    return {axis.value: size for axis, size in sizes if size > 1 or axis is Axis.TP}
 
 
 def plan_of(config: Config, model: models.Config, mesh: Mesh | Mapping[str, int]) -> Plan:

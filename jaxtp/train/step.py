@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtp.activations.by_name import use_plan
 from jaxtp.errors import BadMesh, BadStages, BadStep, PlanMismatch, Problems, StateNotPlaced, join
 from jaxtp.layers.stacked import runs_in_stages
-from jaxtp.mesh.axes import MeshShape
+from jaxtp.mesh.axes import Axis, MeshShape
 from jaxtp.mesh.build import auto_context, auto_mesh, plan_mesh
 from jaxtp.placement.arrays import batch_slots, place, put
 from jaxtp.placement.train_state import SMALL_BYTES
@@ -149,10 +149,10 @@ class Step(Generic[State]):
         if plan is None or plan.stages is None:
             return
         traced = self.jitted.trace(*arguments).jaxpr
-        if not runs_in_stages(getattr(traced, "jaxpr", traced), plan.mesh.pp):
+        if not runs_in_stages(getattr(traced, "jaxpr", traced), plan.mesh.name_of(Axis.PP)):
             raise BadStages(
                 f"the plan deals layers out to {plan.stages.num_stages} stages along "
-                f"{plan.mesh.pp}, and the step runs none of them there",
+                f"{plan.mesh.name_of(Axis.PP)}, and the step runs none of them there",
                 fix="run stacked layers with jaxtp.scan_layers instead of a scan",
             )
 

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtp.activations.by_name import use_plan
 from jaxtp.config.settings import Precision
 from jaxtp.errors import BadConfig, BadStages, join
+from jaxtp.mesh.axes import Axis, Shards
 from jaxtp.mesh.build import plan_mesh
 from jaxtp.placement.train_state import plan_slots
 from jaxtp.plan.decisions import Plan
@@ -243,7 +244,7 @@ def _reduce_once(
     """
     axes = plan.mesh.batch
     # Inside, the batch is already cut: only tensor parallelism is left to the partitioner.
-    shape = dataclasses.replace(plan.mesh, dp="", fsdp="")
+    shape = plan.mesh.without(Axis.that_shard(Shards.BATCH))
     inner = dataclasses.replace(plan, mesh=shape)
     own_mesh = plan_mesh(mesh, plan.mesh)
 
