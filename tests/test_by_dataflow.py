@@ -16,6 +16,7 @@ import jaxtp
 from jaxtp.activations.by_dataflow import parallelize
 from jaxtp.compile.deviceless import preflight
 from jaxtp.cost.floor import floor_bytes
+from jaxtp.errors import JaxtpWarning
 
 WIDTH, HEADS, HEAD_DIM, INNER, VOCAB = 32, 8, 4, 64, 1024
 
@@ -238,3 +239,119 @@ def test_the_gpu_program_moves_the_floor(kv_heads, sequence_parallel):
     assert not {row.kind for row in report.collectives} & {"all-to-all", "collective-permute"}
     # With 4 key heads on 8 devices their small cotangents are reduced within pairs.
     assert report.ratio < (1.25 if sequence_parallel else 1.02 if kv_heads == 8 else 1.05)
+
+
+@jax.custom_vjp
+def fused_mlp(x, one, two):
+    return jnp.sin(x @ one) @ two
+
+
+def _mlp_forward(x, one, two):
+    h = x @ one
+    return jnp.sin(h) @ two, (x, h, one, two)
+
+
+def _mlp_backward(kept, g):
+    x, h, one, two = kept
+    d_h = (g @ two.T) * jnp.cos(h)
+    rows = x.reshape(-1, x.shape[-1]), d_h.reshape(-1, h.shape[-1]), g.reshape(-1, g.shape[-1])
+    return d_h @ one.T, rows[0].T @ rows[1], jnp.sin(h).reshape(rows[1].shape).T @ rows[2]
+
+
+fused_mlp.defvjp(_mlp_forward, _mlp_backward)
+
+
+@jax.custom_jvp
+def pushed_mlp(x, one, two):
+    return jnp.sin(x @ one) @ two
+
+
+@pushed_mlp.defjvp
+def _mlp_rule(primals, tangents):
+    (x, one, two), (d_x, d_one, d_two) = primals, tangents
+    h = x @ one
+    d_h = (d_x @ one + x @ d_one) * jnp.cos(h)
+    return jnp.sin(h) @ two, d_h @ two + jnp.sin(h) @ d_two
+
+
+def looped(x, one, two):
+    return jax.lax.fori_loop(0, jnp.int32(2), lambda _, x: x + jnp.sin(x @ one) @ two, x) - x
+
+
+def mapped(x, one, two):
+    def local(x, one, two):
+        return jnp.sin(x @ one) @ two
+
+    mesh = jax.make_mesh((2, 4), ("dp", "tp"), axis_types=(AxisType.Auto,) * 2)
+    specs = (P("dp"), P(), P())
+    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P("dp"), axis_names={"dp"})(
+        x, one, two
+    )
+
+
+BRANCHES = {
+    "custom_vjp": (fused_mlp, True),
+    "custom_jvp": (pushed_mlp, True),
+    "while": (looped, False),
+    "cond": (lambda *a: jax.lax.cond(a[0].sum() > 0, fused_mlp, looped, *a), False),
+    "remat": (jax.checkpoint(fused_mlp), True),
+    "scan": (
+        lambda x, *w: jax.lax.scan(lambda c, _: (fused_mlp(c, *w), None), x, None, 2)[0],
+        True,
+    ),
+    "shard_map": (mapped, True),
+}
+
+
+def constrained(jaxpr):
+    """How many constraints a jaxpr holds, inside everything that it holds."""
+    text = str(jaxpr)
+    return text.count("sharding_constraint[")
+
+
+@pytest.mark.parametrize("name", BRANCHES)
+def test_constraints_hold_inside(name):
+    branch, is_differentiable = BRANCHES[name]
+    keys = jax.random.split(jax.random.key(0), 3)
+    params = {
+        "one": jax.random.normal(keys[0], (16, 32)) / 4,
+        "two": jax.random.normal(keys[1], (32, 16)) / 6,
+    }
+    x = jax.random.normal(keys[2], (4, 6, 16))
+
+    def model(params, x):
+        return x + branch(x, params["one"], params["two"])
+
+    mesh = jaxtp.make_mesh(dp=2, tp=4)
+    plan = jaxtp.make_plan(params, mesh, fn=model, inputs=(x,))
+    assert plan["one"].partition_spec == P(None, "tp")
+    fn = parallelize(model, plan, mesh)
+    same(jax.jit(fn)(params, x), model(params, x))
+    # The width inside is split, the sum is placed; a third is the residual stream's. A `shard_map`
+    # over the batch axis has placed the sum itself.
+    least = 2 if name == "shard_map" else 3
+    assert constrained(jax.make_jaxpr(fn)(params, x)) >= least
+    if is_differentiable:
+        loss = [lambda p, x, f=f: (f(p, x) ** 2).mean() for f in (fn, model)]
+        got, want = (jax.jit(jax.grad(f, argnums=(0, 1)))(params, x) for f in loss)
+        same(got, want)
+        # Forward as above, and the derivative's own products.
+        assert constrained(jax.make_jaxpr(jax.grad(loss[0]))(params, x)) >= least + 2
+
+
+def test_what_stays_as_it_was_is_said_once_with_its_line():
+    @jax.custom_batching.custom_vmap
+    def inside(x, one, two):
+        return jnp.sin(x @ one) @ two
+
+    inside.def_vmap(lambda _, batched, *args: (jax.vmap(inside.fun)(*args), batched[0]))
+
+    def model(params, x):
+        return x + inside(x, params["one"], params["two"])
+
+    params, x = {"one": jnp.ones((16, 32)), "two": jnp.ones((32, 16))}, jnp.ones((4, 6, 16))
+    mesh = jaxtp.make_mesh(tp=8)
+    fn = parallelize(model, jaxtp.make_plan(params, mesh, fn=model, inputs=(x,)), mesh)
+    with pytest.warns(JaxtpWarning, match=r"custom_vmap_call` at test_by_dataflow.py:\d+ ") as said:
+        same([fn(params, x), fn(params, x)], [model(params, x)] * 2)
+    assert len(said) == 1

@@ -5,6 +5,7 @@ import importlib
 import inspect
 import itertools
 import math
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -386,11 +387,36 @@ def test_cudnn_attention_is_read_by_its_signature(monkeypatch):
 
 
 def test_cudnn_attention_without_cudnn():
-    """Without it, the model is traced as plain XLA, and jax.nn is left as it was."""
-    before = jax.nn.dot_product_attention
-    analysis = analyse(attention_layer(cudnn, KV), attention_params(KV), ROWS)
-    assert split(analysis) == GROUPED
-    assert jax.nn.dot_product_attention is before
+    """Without it, the model is traced as if there were one, by name or by module."""
+    by_name = jax.nn.dot_product_attention
+    for attend in (cudnn, functools.partial(by_name, is_causal=True, implementation="cudnn")):
+        analysis = analyse(attention_layer(attend, KV), attention_params(KV), ROWS)
+        assert split(analysis) == GROUPED
+    assert jax.nn.dot_product_attention is by_name
+
+
+def test_other_threads_still_hear_that_there_is_no_cudnn():
+    """What one thread's planning is told is no other thread's answer."""
+    heard = []
+
+    def attend(q, k, v):
+        out = cudnn(q, k, v)
+        thread = threading.Thread(target=lambda: heard.append(refusal(q.shape)))
+        thread.start()
+        thread.join()
+        return out
+
+    analyse(attention_layer(attend, KV), attention_params(KV), ROWS)
+    assert len(heard) == 1
+    assert "cuDNN" in heard[0]
+    assert "cuDNN" in refusal((2, 128, 8, 16))
+
+
+def refusal(shape):
+    x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    with pytest.raises(RuntimeError) as caught:
+        jax.eval_shape(cudnn, x, x, x)
+    return str(caught.value)
 
 
 def flash(q, k, v):

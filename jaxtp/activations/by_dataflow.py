@@ -21,12 +21,13 @@ from jax.extend.source_info_util import user_context
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxtp.activations.fused_products import (
-    Fused,
+    Pieces,
     by_result,
     by_weight,
     over_pieces,
     product_of_piece,
 )
+from jaxtp.activations.left_alone import PRODUCTS, Told, lost, matters, stays_manual
 from jaxtp.activations.shared_products import product_at, shared
 from jaxtp.errors import BadMesh
 from jaxtp.mesh.build import abstract_mesh, plan_mesh
@@ -34,14 +35,15 @@ from jaxtp.plan.decisions import Plan
 from jaxtp.plan.trees import as_pytree, leaves
 from jaxtp.rules.jaxpr import Analysis, DimClass, analyse_jaxpr
 from jaxtp.rules.jaxpr.classes import Atom, resolve
-from jaxtp.rules.jaxpr.walk import Kind, Scope, Value
+from jaxtp.rules.jaxpr.primitives import PRIMITIVES
+from jaxtp.rules.jaxpr.reentry import Call, bind, checkpoint, cond, inline, scan
+from jaxtp.rules.jaxpr.walk import Kind, Scope, Value, where
 
 F = TypeVar("F", bound=Callable[..., Any])
 Entry = Any
 """One entry of a PartitionSpec."""
 
 FREE = PartitionSpec.UNCONSTRAINED
-PRODUCTS = frozenset(["dot_general", "ragged_dot", "ragged_dot_general"])
 
 
 def parallelize(fn: F, plan: Plan, mesh: Mesh | AbstractMesh | None = None) -> F:
@@ -63,6 +65,7 @@ def parallelize(fn: F, plan: Plan, mesh: Mesh | AbstractMesh | None = None) -> F
         BadMesh: TP010, when called, if the mesh has another number of devices than the plan.
         PlanMismatch: TP045, when called, if the plan lacks a parameter of the call.
     """
+    told = Told()
 
     @functools.wraps(fn)
     def placed(params: Any, *inputs: Any, **keywords: Any) -> Any:
@@ -75,7 +78,8 @@ def parallelize(fn: F, plan: Plan, mesh: Mesh | AbstractMesh | None = None) -> F
         paths = [plan[path].path for path, _ in leaves(plain)]
         analysis = analyse_jaxpr(closed, paths)
         placer = _Placer(analysis, plan, _own_mesh(plan, mesh))
-        results = placer.run(analysis.scope, closed.consts, jax.tree.leaves((plain, *inputs)))
+        results = placer.run(analysis.scope, jax.tree.leaves((plain, *inputs)))
+        told.tell(placer.left.values())
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return cast(F, placed)
@@ -105,22 +109,23 @@ class _Placer:
         self._leads = _leads(analysis, plan)
         self._widest = _widest(analysis, plan, self._leads)
         self._classes: dict[Value, tuple[DimClass, ...]] = {}
+        self.left = lost(analysis, self._axes)
 
-    def run(self, scope: Scope, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    def run(self, scope: Scope, args: Sequence[Any]) -> list[Any]:
         """The outputs of one jaxpr for these inputs."""
         jaxpr = scope.jaxpr
-        known: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+        known: dict[Any, Any] = dict(zip(jaxpr.constvars, scope.consts, strict=True))
         known |= dict(zip(jaxpr.invars, args, strict=True))
         gathered: dict[Any, Any] = {}
 
         def value_of(var: Any) -> Any:
             value = var.val if isinstance(var, Literal) else known[var]
-            return value.whole() if isinstance(value, Fused) else value
+            return value.whole() if isinstance(value, Pieces) else value
 
         for position, equation in enumerate(jaxpr.eqns):
             raw = [known.get(var) for var in equation.invars if not isinstance(var, Literal)]
             results = None
-            if any(isinstance(operand, Fused) for operand in raw):
+            if any(isinstance(operand, Pieces) for operand in raw):
                 results = self._on_pieces(scope, equation, known)
             if results is None:
                 operands = [value_of(var) for var in equation.invars]
@@ -141,17 +146,58 @@ class _Placer:
         equation = scope.jaxpr.eqns[position]
         name = equation.primitive.name
         calls = scope.calls.get(position, [])
-        if calls and name in ENTER:
-            return ENTER[name](self, equation, calls, operands)
+        if calls and self._enters_call(equation, calls):
+            return self._call(scope, equation, calls, operands)
         if name in PRODUCTS and self._plan.sequence_parallel:
             operands = self._gather(scope, equation, operands, gathered)
         if name == "dot_general":
             result = self._product(scope, equation, operands)
             if result is not None:
                 return [result]
-        params = equation.primitive.get_bind_params(equation.params)
-        results = equation.primitive.bind(*operands, **params)
-        return results if equation.primitive.multiple_results else [results]
+        return bind(equation, operands)
+
+    def _enters_call(self, equation: Any, calls: Sequence[Scope]) -> bool:
+        """Whether an equation that holds programs is built anew around constrained ones."""
+        name = equation.primitive.name
+        row = PRIMITIVES.get(name)
+        if row is not None and row.again in (inline, checkpoint, scan, cond):
+            return True
+        if not any(map(matters, calls)):
+            return False
+        reason = "" if row and row.again else "nothing is known about how to run it again"
+        if name == "shard_map":
+            reason = stays_manual(equation, self._plan)
+        if reason:
+            self.left[id(equation)] = (
+                f"`{name}` at {where(equation) or 'an unknown line'}: {reason}"
+            )
+        return not reason
+
+    def _call(
+        self, scope: Scope, equation: Any, calls: list[Scope], operands: list[Any]
+    ) -> list[Any]:
+        again = PRIMITIVES[equation.primitive.name].again
+        assert again is not None
+        call = Call(
+            equation,
+            [functools.partial(self._body, inner) for inner in calls],
+            [self._analysis.value(scope, var) for var in equation.invars],
+            [self._analysis.value(scope, var) for var in equation.outvars],
+            self._run_rule,
+        )
+        return again(call, operands)
+
+    def _body(self, scope: Scope, *args: Any) -> list[Any]:
+        return self.run(scope, args)
+
+    def _run_rule(
+        self, fn: Callable[..., Any], values: Sequence[Value], args: Sequence[Any]
+    ) -> tuple[Any, list[Value]]:
+        """As in `Call.run`."""
+        closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
+        scope, results = self._analysis.read(closed, values)
+        leaves = self.run(scope, list(args))
+        return jax.tree.unflatten(jax.tree.structure(shapes), leaves), results
 
     def _on_pieces(self, scope: Scope, equation: Any, known: Mapping[Any, Any]) -> list[Any] | None:
         """The results of an equation on pieces that were computed apart, or None."""
@@ -208,7 +254,7 @@ class _Placer:
 
     def _place(self, scope: Scope, equation: Any, value: Value, result: Any) -> Any:
         """An equation's result, constrained if it is one of the values that matter."""
-        if value.kind is not Kind.ACTIVATION or not value.shape or isinstance(result, Fused):
+        if value.kind is not Kind.ACTIVATION or not value.shape or isinstance(result, Pieces):
             return result
         if value.skip is not None:
             return self._constrain(result, self._stream(value))
@@ -312,78 +358,16 @@ class _Placer:
         splits = any(isinstance(e, tuple) and self._plan.mesh.ways(e) > 1 for e in fitted)
         if not splits and not even_whole:
             return x
-        return jax.lax.with_sharding_constraint(
-            x, NamedSharding(self._mesh, PartitionSpec(*fitted))
-        )
-
-    # What follows enters equations that hold programs. Each is rebuilt with the public function
-    # that makes it; anything else (custom derivatives, shard_map, kernels) runs as it is.
-
-    def inline(self, equation: Any, calls: list[Scope], operands: list[Any]) -> list[Any]:
-        """A call: its body runs in place."""
-        closed = equation.params.get("jaxpr") or equation.params.get("call_jaxpr")
-        return self.run(calls[0], getattr(closed, "consts", ()), operands)
-
-    def remat(self, equation: Any, calls: list[Scope], operands: list[Any]) -> list[Any]:
-        """`jax.checkpoint`, with its policy."""
-        params = equation.params
-        again = jax.checkpoint(
-            lambda *args: self.run(calls[0], (), args),
-            policy=params["policy"],
-            prevent_cse=params["prevent_cse"],
-        )
-        return again(*operands)
-
-    def scan(self, equation: Any, calls: list[Scope], operands: list[Any]) -> list[Any]:
-        """`lax.scan`; which operands are carried shows in the ranks, under any version of JAX."""
-        params, body = equation.params, calls[0].jaxpr
-        num_rows = _same_rank(equation.invars, body.invars).count(False)
-        num_carry = _same_rank(equation.outvars, body.outvars).count(True)
-        first = len(operands) - num_rows
-        consts, init = operands[: first - num_carry], operands[first - num_carry : first]
-
-        def step(carry: Any, row: Any) -> tuple[Any, Any]:
-            inner = getattr(params["jaxpr"], "consts", ())
-            out = self.run(calls[0], inner, [*consts, *carry, *row])
-            return out[:num_carry], out[num_carry:]
-
-        carry, rows = jax.lax.scan(
-            step,
-            init,
-            operands[first:],
-            length=params["length"],
-            reverse=params["reverse"],
-            unroll=params["unroll"],
-        )
-        return [*carry, *rows]
-
-    def cond(self, equation: Any, calls: list[Scope], operands: list[Any]) -> list[Any]:
-        """`lax.cond` and `lax.switch`."""
-        branches = [
-            functools.partial(self._branch, scope, getattr(branch, "consts", ()))
-            for scope, branch in zip(calls, equation.params["branches"], strict=True)
-        ]
-        return jax.lax.switch(operands[0], branches, *operands[1:])
-
-    def _branch(self, scope: Scope, consts: Sequence[Any], *args: Any) -> list[Any]:
-        return self.run(scope, consts, args)
-
-
-ENTER: Mapping[str, Callable[[_Placer, Any, list[Scope], list[Any]], list[Any]]] = {
-    "jit": _Placer.inline,
-    "pjit": _Placer.inline,
-    "closed_call": _Placer.inline,
-    "core_call": _Placer.inline,
-    "checkpoint": _Placer.remat,
-    "remat": _Placer.remat,
-    "remat2": _Placer.remat,
-    "scan": _Placer.scan,
-    "cond": _Placer.cond,
-}
-
-
-def _same_rank(outer: Sequence[Any], inner: Sequence[Any]) -> list[bool]:
-    return [o.aval.ndim == i.aval.ndim for o, i in zip(outer, inner, strict=True)]
+        mesh = self._mesh
+        here = jax.sharding.get_abstract_mesh()
+        if here.manual_axes:
+            # Inside a `shard_map`: it has dealt out the axes that it is manual over.
+            mesh, taken = here, set(here.manual_axes)
+            fitted = [
+                tuple(a for a in e if a not in taken) or FREE if isinstance(e, tuple) else e
+                for e in fitted
+            ]
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*fitted)))
 
 
 def _batch_atom(scope: Scope) -> Atom | None:

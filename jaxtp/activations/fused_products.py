@@ -10,14 +10,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxtp.activations.shared_products import Place, Product
+from jaxtp.activations.shared_products import Place, WeightProduct
 
 Cuts = tuple[tuple[int, int], ...]
 """(start, stop) of each piece along a dim, in elements."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Fused:
+class Pieces:
     """A value whose pieces along one dim were computed apart; whole only if somebody asks.
 
     Attributes:
@@ -40,7 +40,9 @@ class Fused:
         return jnp.concatenate(self.parts, axis=self.dim)
 
 
-def product_of_piece(product: Product, place: Place, axes: tuple[str, ...], x: Any, w: Any) -> Any:
+def product_of_piece(
+    product: WeightProduct, place: Place, axes: tuple[str, ...], x: Any, w: Any
+) -> Any:
     """The product by one piece of a fused weight, split along its dim.
 
     The piece is cut from a weight that is not split along this dim. Where it is whole on every
@@ -55,8 +57,8 @@ def product_of_piece(product: Product, place: Place, axes: tuple[str, ...], x: A
 
 
 def by_weight(
-    product: Product, place: Place, cuts: Cuts, axes: tuple[str, ...], x: Any, w: Any
-) -> Fused:
+    product: WeightProduct, place: Place, cuts: Cuts, axes: tuple[str, ...], x: Any, w: Any
+) -> Pieces:
     """The product by a weight that is whole, or split along another dim than the fused one.
 
     Args:
@@ -69,18 +71,18 @@ def by_weight(
     """
     pieces = [jax.lax.slice_in_dim(w, *cut, axis=product.dim) for cut in cuts]
     parts = tuple(product_of_piece(product, place, axes, x, piece) for piece in pieces)
-    return Fused(parts, product.out, cuts)
+    return Pieces(parts, product.out, cuts)
 
 
 def by_result(
-    product: Product,
+    product: WeightProduct,
     place: Place,
     cuts: Cuts,
     axes: tuple[str, ...],
     around: Mapping[int, tuple[str, ...]],
     x: Any,
     w: Any,
-) -> Fused:
+) -> Pieces:
     """The product by a weight that is split along the fused dim as it lies: its result moves.
 
     Args:
@@ -97,7 +99,7 @@ def by_result(
     between = {dim: (), **around}
     result = place(place(product(x, w), {dim: axes}), between)
     pieces = [jax.lax.slice_in_dim(result, *cut, axis=dim) for cut in cuts]
-    return Fused(tuple(place(place(p, between), {dim: axes}) for p in pieces), dim, cuts)
+    return Pieces(tuple(place(place(p, between), {dim: axes}) for p in pieces), dim, cuts)
 
 
 def over_pieces(
@@ -109,7 +111,7 @@ def over_pieces(
     pieces one after another along one dim, works on each piece.
     """
     name = equation.primitive.name
-    value = next(operand for operand in operands if isinstance(operand, Fused))
+    value = next(operand for operand in operands if isinstance(operand, Pieces))
     if name in TAKE_APART:
         return TAKE_APART[name](value, equation.params)
     if elementwise or name == "convert_element_type":
@@ -118,14 +120,14 @@ def over_pieces(
 
 
 def _elementwise(
-    value: Fused, equation: Any, operands: Sequence[Any], place: Place
+    value: Pieces, equation: Any, operands: Sequence[Any], place: Place
 ) -> list[Any] | None:
     params = equation.primitive.get_bind_params(equation.params)
     parts: list[Any] = []
     for index, (start, stop) in enumerate(value.cuts):
         pieces: list[Any] = []
         for operand in operands:
-            if isinstance(operand, Fused):
+            if isinstance(operand, Pieces):
                 if operand.cuts != value.cuts or operand.dim != value.dim:
                     return None
                 operand = operand.parts[index]
@@ -136,22 +138,22 @@ def _elementwise(
                 operand = place(operand, {value.dim: ()}) if vector else operand
             pieces.append(operand)
         parts.append(equation.primitive.bind(*pieces, **params))
-    return [Fused(tuple(parts), value.dim, value.cuts)]
+    return [Pieces(tuple(parts), value.dim, value.cuts)]
 
 
-def _split(value: Fused, params: Mapping[str, Any]) -> list[Any] | None:
+def _split(value: Pieces, params: Mapping[str, Any]) -> list[Any] | None:
     sizes = [stop - start for start, stop in value.cuts]
     at_cuts = params["axis"] == value.dim and list(params["sizes"]) == sizes
     return list(value.parts) if at_cuts else None
 
 
-def _unstack(value: Fused, params: Mapping[str, Any]) -> list[Any] | None:
+def _unstack(value: Pieces, params: Mapping[str, Any]) -> list[Any] | None:
     if params["axis"] != value.dim or len(value.cuts) != value.size:
         return None
     return [jax.lax.squeeze(part, (value.dim,)) for part in value.parts]
 
 
-def _slice(value: Fused, params: Mapping[str, Any]) -> list[Any] | None:
+def _slice(value: Pieces, params: Mapping[str, Any]) -> list[Any] | None:
     starts, stops = list(params["start_indices"]), list(params["limit_indices"])
     cut = (starts.pop(value.dim), stops.pop(value.dim))
     others = [n for d, n in enumerate(value.parts[0].shape) if d != value.dim]
@@ -159,7 +161,7 @@ def _slice(value: Fused, params: Mapping[str, Any]) -> list[Any] | None:
     return [value.parts[value.cuts.index(cut)]] if whole and cut in value.cuts else None
 
 
-def _reshape(value: Fused, params: Mapping[str, Any]) -> list[Any] | None:
+def _reshape(value: Pieces, params: Mapping[str, Any]) -> list[Any] | None:
     """The fused dim becomes several, of which the first holds the pieces: (3 x 64) -> (3, 64)."""
     shape, dim = params["new_sizes"], value.dim
     before = value.parts[0].shape[:dim]
@@ -171,16 +173,16 @@ def _reshape(value: Fused, params: Mapping[str, Any]) -> list[Any] | None:
     cuts = tuple((start // step, stop // step) for start, stop in value.cuts)
     shapes = [(*before, stop - start, *shape[dim + 1 :]) for start, stop in cuts]
     parts = tuple(p.reshape(own) for p, own in zip(value.parts, shapes, strict=True))
-    return [Fused(parts, dim, cuts)]
+    return [Pieces(parts, dim, cuts)]
 
 
-def _transpose(value: Fused, params: Mapping[str, Any]) -> list[Any]:
+def _transpose(value: Pieces, params: Mapping[str, Any]) -> list[Any]:
     order = params["permutation"]
     parts = tuple(jax.lax.transpose(part, order) for part in value.parts)
-    return [Fused(parts, order.index(value.dim), value.cuts)]
+    return [Pieces(parts, order.index(value.dim), value.cuts)]
 
 
-TAKE_APART: Mapping[str, Callable[[Fused, Mapping[str, Any]], list[Any] | None]] = {
+TAKE_APART: Mapping[str, Callable[[Pieces, Mapping[str, Any]], list[Any] | None]] = {
     "split": _split,
     "unstack": _unstack,
     "slice": _slice,

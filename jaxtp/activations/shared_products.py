@@ -13,7 +13,7 @@ Place = Callable[[Any, dict[int, tuple[str, ...]]], Any]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Product:
+class WeightProduct:
     """Which operand of a `dot_general` is the weight, and where one of its free dims comes out.
 
     Attributes:
@@ -32,7 +32,7 @@ class Product:
         """The product; `x` is the activation, wherever it stands in the equation."""
         return jax.lax.dot_general(*((w, x) if self.weight == 0 else (x, w)), **self.params)
 
-    def wider(self) -> "Product":
+    def wider(self) -> "WeightProduct":
         """The same product by a weight whose dim became three: (units, copies, rest)."""
         summed, batch = self.params["dimension_numbers"]
         moved = (
@@ -50,7 +50,7 @@ class Product:
 
 def product_at(
     params: dict[str, Any], ranks: Sequence[int], weight: int, dim: int
-) -> Product | None:
+) -> WeightProduct | None:
     """The product seen from a free dim of its weight; None if that dim is summed or paired off.
 
     Args:
@@ -67,12 +67,12 @@ def product_at(
     if dim not in free[weight]:
         return None
     before = len(batch[0]) + (len(free[0]) if weight == 1 else 0)
-    return Product(params, weight, dim, before + free[weight].index(dim))
+    return WeightProduct(params, weight, dim, before + free[weight].index(dim))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4, 5))
 def shared(
-    product: Product,
+    product: WeightProduct,
     place: Place,
     units: int,
     copies: int,
@@ -104,7 +104,7 @@ def shared(
 
 
 def _shared_forward(
-    product: Product,
+    product: WeightProduct,
     place: Place,
     units: int,
     copies: int,
@@ -118,7 +118,7 @@ def _shared_forward(
 
 
 def _shared_backward(
-    product: Product,
+    product: WeightProduct,
     place: Place,
     units: int,
     copies: int,

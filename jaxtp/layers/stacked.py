@@ -14,7 +14,7 @@ width.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -25,13 +25,11 @@ from jax.sharding import PartitionSpec
 
 from jaxtp.activations.by_name import ActivePlan, active_plan, constrain, in_force
 from jaxtp.errors import BadStages, SizeMismatch, join
+from jaxtp.layers.interleaving import Context
 from jaxtp.layers.recomputation import LAYER_INPUT, Policy, remat_of
 from jaxtp.mesh.axes import Axis, Shards
 from jaxtp.plan.stages import Stages
 from jaxtp.plan.trees import PyTree
-
-Context = Mapping[str, jax.Array | None]
-"""Arrays `(batch or 1, ...)` that all layers take beside their input, by name."""
 
 Layer = Callable[[jax.Array, PyTree, Context], jax.Array]
 """`(x, parameters of one layer, context) -> x`."""

@@ -21,7 +21,7 @@ PARTED = frozenset({Word.QKV, Word.KV, Word.QKV_PER_HEAD})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Slot:
+class Projection:
     """Where the heads lie in one array.
 
     Attributes:
@@ -83,7 +83,7 @@ def _extras(tree: ModelTree, groups: dict[str, list[Leaf]]) -> dict[str, list[Le
     return found
 
 
-def _slot(tree: ModelTree, leaf: Leaf) -> Slot | None:
+def _slot(tree: ModelTree, leaf: Leaf) -> Projection | None:
     """Where the heads are in one array; None for an array that has none, such as an output bias."""
     word, sizes, dims = leaf.name.word, leaf.sizes, leaf.core
     rest = list(range(len(sizes)))
@@ -105,7 +105,7 @@ def _slot(tree: ModelTree, leaf: Leaf) -> Slot | None:
     if len(rest) > 2 or not rest:
         return None
     head_dim = sizes[rest[1]] if len(rest) == 2 else 0
-    return Slot(leaf, dims[rest[0]], sizes[rest[0]], head_dim, parted)
+    return Projection(leaf, dims[rest[0]], sizes[rest[0]], head_dim, parted)
 
 
 def _model_dim(tree: ModelTree, leaf: Leaf) -> int:
@@ -128,7 +128,7 @@ def _model_dim(tree: ModelTree, leaf: Leaf) -> int:
 
 
 def _heads(
-    tree: ModelTree, slots: list[Slot], norms: list[Leaf], tables: list[tuple[int, ...]]
+    tree: ModelTree, slots: list[Projection], norms: list[Leaf], tables: list[tuple[int, ...]]
 ) -> Heads | None:
     """Head counts of one block, from 3-D kernels, given sizes, norms, tables or usual widths."""
     kernels = [s for s in slots if not s.leaf.name.bias]
@@ -151,7 +151,7 @@ def _upwards(node: str) -> tuple[str, ...]:
 
 
 def _group_votes(
-    node: str, group: list[Leaf], slots: list[Slot], found: Heads | None
+    node: str, group: list[Leaf], slots: list[Projection], found: Heads | None
 ) -> Iterator[Vote]:
     by_path = {s.leaf.param.path: s for s in slots}
     name = f"{node}:attention"
@@ -176,13 +176,13 @@ def _group_votes(
             yield _head_vote(name, slot, found)
 
 
-def _per_head(slot: Slot, slots: list[Slot]) -> bool:
+def _per_head(slot: Projection, slots: list[Projection]) -> bool:
     """Whether q, k and v of each head lie together: only where there are as many of each."""
     outputs = {s.size for s in slots if s.leaf.name.word is Word.O}
     return slot.leaf.name.word is Word.QKV_PER_HEAD and outputs == {slot.size // 3}
 
 
-def _head_vote(name: str, slot: Slot, found: Heads) -> Vote:
+def _head_vote(name: str, slot: Projection, found: Heads) -> Vote:
     word = slot.leaf.name.word
     units = found.kv_units if word in KV_WORDS else found.query_units
     count = math.prod(units)
@@ -201,13 +201,15 @@ def _head_vote(name: str, slot: Slot, found: Heads) -> Vote:
     return Vote(slot.leaf.param.path, Source.NAMES, role, reason, (placement,), name)
 
 
-def _holds(slot: Slot, found: Heads) -> bool:
+def _holds(slot: Projection, found: Heads) -> bool:
     """Whether a flat kernel is wide enough for these heads; one head of an indexer is not."""
     count = found.kv if slot.leaf.name.word in KV_WORDS else found.query
     return slot.leaf.name.bias or slot.head_dim > 0 or slot.size >= NARROWEST_HEAD * count
 
 
-def _norm_votes(node: str, norms: list[Leaf], slots: list[Slot], found: Heads) -> Iterator[Vote]:
+def _norm_votes(
+    node: str, norms: list[Leaf], slots: list[Projection], found: Heads
+) -> Iterator[Vote]:
     """A norm over all heads at once follows them; one as wide as a head is replicated."""
     kernels = [s for s in slots if not s.leaf.name.bias and not s.head_dim and _holds(s, found)]
     for norm in norms:

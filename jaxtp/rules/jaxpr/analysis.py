@@ -4,7 +4,6 @@ No parameter name is read: paths are carried along to label the findings.
 """
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,10 +12,10 @@ import jax
 from jax.extend.core import ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage] (0.12: Jaxpr)
 
 from jaxtp.plan import trees
-from jaxtp.rules.jaxpr import control
+from jaxtp.rules.jaxpr import control, tracing
 from jaxtp.rules.jaxpr.classes import Atom, Dim, classes_in, resolve
 from jaxtp.rules.jaxpr.evidence import Evidence
-from jaxtp.rules.jaxpr.handlers import HANDLERS, SIGNATURES, VIEWS
+from jaxtp.rules.jaxpr.primitives import PRIMITIVES, SIGNATURES
 from jaxtp.rules.jaxpr.records import Finding, Opaque
 from jaxtp.rules.jaxpr.regions import Regions
 from jaxtp.rules.jaxpr.report import Reporter
@@ -92,6 +91,27 @@ class Analysis:
     groups: dict[str, tuple[str, ...]]
     scope: Scope = dataclasses.field(repr=False)
     _regions: Regions = dataclasses.field(repr=False)
+    _walk: Walk = dataclasses.field(repr=False)
+
+    def value(self, scope: Scope, var: Any) -> Value:
+        """What a variable or a literal in a scope is."""
+        return self._walk.value(var, scope.values)
+
+    def read(self, closed: ClosedJaxpr, values: Sequence[Value]) -> tuple[Scope, list[Value]]:
+        """A jaxpr met later, as a derivative rule is: its scope, and what its outputs are.
+
+        Its dims join the classes that are there. It is no evidence: in a backward pass every class
+        is both produced and contracted.
+
+        Args:
+            closed: The jaxpr.
+            values: What its inputs are.
+        """
+        facts = len(self._walk.facts)
+        self._walk.entered = []
+        results = self._walk.run(closed, values)
+        del self._walk.facts[facts:]
+        return self._walk.entered[0], results
 
     def dim_classes(self, value: Value) -> tuple[DimClass, ...]:
         """What each dim of a value in `scope` is."""
@@ -169,7 +189,7 @@ def analyse(
         params: The parameters: any tree that `jaxtp.trees` reads, an `nnx.Module` included.
         inputs: Trees of arrays or structs. Integer arrays that index a table make it a token table.
         min_vocab: Rows from which a vocabulary is split.
-        signatures: More attention kernels for `handlers.SIGNATURES`, by primitive or kernel name.
+        signatures: More attention kernels for `primitives.SIGNATURES`, by primitive or kernel name.
 
     Raises:
         BadTree: TP046, if `params` is no tree of arrays.
@@ -179,7 +199,7 @@ def analyse(
     def arrays(tree: Any, *args: Any) -> list[Any]:
         return [x for x in jax.tree.leaves(fn(rebuild(tree), *args)) if hasattr(x, "dtype")]
 
-    closed = _trace(arrays, plain, *inputs)
+    closed = tracing.forward(arrays, plain, *inputs)
     paths = [path for path, _ in trees.leaves(plain)]
     return analyse_jaxpr(closed, paths, min_vocab=min_vocab, signatures=signatures)
 
@@ -199,7 +219,12 @@ def analyse_jaxpr(
         min_vocab: See `analyse`.
         signatures: See `analyse`.
     """
-    walk = Walk(HANDLERS, control.default, VIEWS, {**SIGNATURES, **(signatures or {})})
+    walk = Walk(
+        {name: row.dims for name, row in PRIMITIVES.items()},
+        control.default,
+        frozenset(name for name, row in PRIMITIVES.items() if row.view),
+        {**SIGNATURES, **(signatures or {})},
+    )
     values: list[Value] = []
     for path, var in itertools.zip_longest(paths, closed.jaxpr.invars):
         is_index = path is None and is_integer(var.aval)
@@ -224,28 +249,5 @@ def analyse_jaxpr(
         groups={region.name: tuple(region.options) for region in regions.chosen},
         scope=walk.entered[0],
         _regions=regions,
+        _walk=walk,
     )
-
-
-def _trace(fn: Callable[..., Any], *args: Any) -> ClosedJaxpr:
-    """The jaxpr of a call; attention asked of cuDNN is traced as plain XLA where there is no cuDNN.
-
-    JAX looks for cuDNN while tracing, so that a GPU model could not be planned on a laptop. The
-    dims are the same.
-    """
-    try:
-        return jax.make_jaxpr(fn)(*args)
-    except RuntimeError as error:
-        if "cuDNN" not in str(error):
-            raise
-    cudnn = jax.nn.dot_product_attention
-
-    @functools.wraps(cudnn)
-    def portable(*operands: Any, implementation: str | None = None, **options: Any) -> jax.Array:
-        return cudnn(*operands, **options)
-
-    jax.nn.dot_product_attention = portable
-    try:
-        return jax.make_jaxpr(fn)(*args)
-    finally:
-        jax.nn.dot_product_attention = cudnn

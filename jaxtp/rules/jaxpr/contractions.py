@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxtp.rules.jaxpr.classes import Dim, Dims
-from jaxtp.rules.jaxpr.records import Contraction, Lookup, Product, Whole
+from jaxtp.rules.jaxpr.records import Contraction, Lookup, Mixing, Whole
 from jaxtp.rules.jaxpr.shapes import needs_whole
 from jaxtp.rules.jaxpr.walk import Kind, Result, Value, Walk, shape_of
 
@@ -51,7 +51,7 @@ def multiply(
     if weight is None or (batch and not sides[weight].path):
         scores = (sides[0].scores, sides[1].scores)
         fixed = (kinds[0] is Kind.CONSTANT, kinds[1] is Kind.CONSTANT)
-        walk.facts.append(Product(summed, free, scores, fixed, equation))
+        walk.facts.append(Mixing(summed, free, scores, fixed, equation))
         again = any(scores) if any(fixed) else not any(scores)
         return walk.derive(aval, dims, sides, scores=again)
     path, value = sides[weight].path, sides[1 - weight]
@@ -217,7 +217,7 @@ def attention(
     width = tuple(letters[c] for c in query if c in key and c not in result)
     positions = tuple(letters[c] for c in key if c in value and c not in query and c != "k")
     free = tuple(letters[c] for c in value if c not in key)
-    walk.facts.append(Product(width, ((), ()), (False, False), (False, False), equation))
-    walk.facts.append(Product(positions, ((), free), (True, False), (False, False), equation))
+    walk.facts.append(Mixing(width, ((), ()), (False, False), (False, False), equation))
+    walk.facts.append(Mixing(positions, ((), free), (True, False), (False, False), equation))
     others = [walk.classes.fresh_dims(shape_of(var.aval)) for var in equation.outvars[1:]]
     return [tuple(letters[c] for c in result), *others]

@@ -15,8 +15,8 @@ from jaxtp.rules.jaxpr.records import (
     Contraction,
     Fact,
     Lookup,
+    Mixing,
     Opaque,
-    Product,
     Residual,
     Whole,
 )
@@ -89,7 +89,7 @@ class Evidence:
         self._writes: dict[int, bool] = {}
         for fact in facts:
             self._learn(fact)
-        self._forbid(fact for fact in facts if isinstance(fact, Product))
+        self._forbid(fact for fact in facts if isinstance(fact, Mixing))
         while self._demote():
             pass
 
@@ -208,7 +208,7 @@ class Evidence:
             case _:
                 pass
 
-    def _forbid(self, products: Iterable[Product]) -> None:
+    def _forbid(self, products: Iterable[Mixing]) -> None:
         """What attention sums over, and the width that it mixes, are never split.
 
         A sum over positions (the values of attention, linear attention's state) mixes the free dims

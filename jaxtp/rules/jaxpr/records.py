@@ -32,7 +32,7 @@ class Contraction:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Product:
+class Mixing:
     """Two activations (or an activation and a constant) meet in a product that sums over dims.
 
     Attributes:
@@ -152,7 +152,7 @@ class Opaque:
     dims: Dims = dataclasses.field(repr=False)
 
 
-Fact = Contraction | Product | Lookup | Residual | Offset | Whole | Choice | Opaque
+Fact = Contraction | Mixing | Lookup | Residual | Offset | Whole | Choice | Opaque
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

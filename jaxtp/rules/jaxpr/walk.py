@@ -1,7 +1,7 @@
 """The walker: reads a jaxpr once, front to back, and collects facts about dims.
 
 Every sub-jaxpr is read where it is called (inlined), so that a `jit`, a `remat` or a `custom_vjp`
-changes nothing. What a primitive does to dims is in the table of `handlers`; a primitive that is
+changes nothing. What a primitive does to dims is in the table of `primitives`; a primitive that is
 not in it is entered if it holds a jaxpr, taken as elementwise if its shapes allow, and is otherwise
 opaque: fresh dims and a record of its name.
 """
@@ -89,11 +89,13 @@ class Scope:
         jaxpr: The jaxpr. The same object has one scope per call.
         values: What each variable is; constants are left out.
         calls: Equation position -> scopes of its sub-jaxprs, in the order they were read.
+        consts: What its constvars are.
     """
 
     jaxpr: Jaxpr = dataclasses.field(repr=False)
     values: dict[Var, Value] = dataclasses.field(repr=False)
     calls: dict[int, list["Scope"]]
+    consts: Sequence[Any] = dataclasses.field(default=(), repr=False)
 
 
 Result = Dims | Value
@@ -179,7 +181,7 @@ class Walk:
             for var, value in zip(inner.invars, inputs, strict=True)
             if value.kind is not Kind.CONSTANT
         }
-        scope = Scope(inner, values, {})
+        scope = Scope(inner, values, {}, getattr(jaxpr, "consts", ()))
         self.entered.append(scope)
         for position, equation in enumerate(inner.eqns):
             outer, self.entered = self.entered, []
@@ -187,7 +189,7 @@ class Walk:
             if self.entered:
                 scope.calls[position] = self.entered
             self.entered = outer
-        return [self._read(var, values) for var in inner.outvars]
+        return [self.value(var, values) for var in inner.outvars]
 
     def derive(
         self,
@@ -249,7 +251,8 @@ class Walk:
         self.facts.append(Opaque(name, reason, paths, where(equation), dims))
         return [self.classes.fresh_dims(shape_of(var.aval)) for var in equation.outvars]
 
-    def _read(self, var: Any, values: Mapping[Var, Value]) -> Value:
+    def value(self, var: Any, values: Mapping[Var, Value]) -> Value:
+        """What a variable is; a new constant each time for what depends on no input."""
         value = None if isinstance(var, Literal) else values.get(var)
         return value or self.new(var.aval, Kind.CONSTANT)
 
@@ -257,7 +260,7 @@ class Walk:
         if not any(not isinstance(var, Literal) and var in values for var in equation.invars):
             return  # computed from constants only
         name = equation.primitive.name
-        inputs = [self._read(var, values) for var in equation.invars]
+        inputs = [self.value(var, values) for var in equation.invars]
         self.classes.origin = equation
         results = self._handlers.get(name, self._default)(self, equation, inputs)
         if not self.entered:

@@ -1,0 +1,62 @@
+"""What `parallelize` leaves to XLA, and how it says so: once, with the model's own line."""
+
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from jaxtp.errors import JaxtpWarning, join
+from jaxtp.plan.decisions import Plan
+from jaxtp.rules.jaxpr import Analysis, DimClass
+from jaxtp.rules.jaxpr.walk import Scope
+
+PRODUCTS = frozenset(["dot_general", "ragged_dot", "ragged_dot_general"])
+"""Primitives whose results are constrained."""
+
+
+class Told:
+    """Says what stayed as it was, once per function however often it is traced."""
+
+    def __init__(self) -> None:
+        self._done = False
+
+    def tell(self, left: Iterable[str]) -> None:
+        """Warns of what was left alone, if anything was and nothing has been said yet."""
+        said = list(dict.fromkeys(left))
+        if said and not self._done:
+            self._done = True
+            warnings.warn(
+                f"parallelize leaves to XLA what happens inside {join(said, 8)}",
+                JaxtpWarning,
+                stacklevel=3,
+            )
+
+
+def matters(scope: Scope) -> bool:
+    """Whether a program, or one that it holds, has a value that may be constrained."""
+    for position, equation in enumerate(scope.jaxpr.eqns):
+        values = [scope.values.get(var) for var in equation.outvars]
+        if equation.primitive.name in PRODUCTS and any(values):
+            return True
+        if any(value is not None and value.skip is not None for value in values):
+            return True
+        if any(map(matters, scope.calls.get(position, ()))):
+            return True
+    return False
+
+
+def stays_manual(equation: Any, plan: Plan) -> str:
+    """Why a `shard_map` is left alone; "" if constraints can be placed inside."""
+    manual = equation.params.get("newly_manual_axes", equation.params.get("manual_axes", ()))
+    if taken := [axis for axis in plan.mesh.tp if axis in manual]:
+        return f"it deals out {join(taken)} itself"
+    missing = [axis for axis in plan.mesh.tp if axis not in equation.params["mesh"].axis_names]
+    return f"its mesh has no axis {join(missing)}" if missing else ""
+
+
+def lost(analysis: Analysis, axes: Callable[[DimClass], tuple[str, ...]]) -> dict[int, str]:
+    """Primitives without a rule that split dims go into: XLA gathers what it cannot split."""
+    return {
+        id(fact): f"`{fact.primitive}` at {fact.where or 'an unknown line'}: {fact.reason}"
+        for fact in analysis.opaque
+        if any(axes(analysis.dim_class(dim)) for dim in fact.dims)
+    }
