@@ -85,7 +85,7 @@ def mixed() -> Section:
         notes=[
             "a step is ticks x (slowest chunk + 2 permutes) + head, see jaxtp.balance.step_seconds",
             "GB of layers: one program runs everywhere, so each GPU stores as many as the longest "
-            "stage; MEMORY_FIRST deals layers out by memory and saves none by itself",
+            "stage; MEMORY_FIRST assigns layers by memory and saves none by itself",
         ],
     )
 

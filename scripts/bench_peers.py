@@ -13,7 +13,7 @@ h100:1x8, and its program read: wire bytes per device, peak memory, FLOPs per de
     largest   every array cut along its largest dim that eight divides
     fsdp      the same, with the batch along the same axis: parameters gathered, no tensor axis
 
-A peer that leaves work whole on every device saves wire bytes by doing it eight times; `x FLOPs`,
+A peer that leaves work replicated saves wire bytes by doing it eight times; `x FLOPs`,
 against jaxtp's, shows it. `x floor` is against the Megatron minimum of the model's column/row
 pairs, `x form` against that and what the model's form adds to it (key heads that devices share,
 projections in one kernel; see `peer_models.py`).

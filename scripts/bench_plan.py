@@ -9,15 +9,16 @@ TREES_DIR holds shape listings (`jaxtp.dump_tree`) with an "expected" label for 
     {"role": "column", "dim": 1, "units": 8, "group": "layers/0/attn", "soft": true,
      "alternatives": [{"dim": null}], "layout": "fused qkv, contiguous"}
 
-`dim` carries tp or is null; a cut leaves `units` whole; members of a `group` may all be as narrow
-as the narrowest; `soft` may stay whole; a contiguous `layout` cannot be cut as it lies. Verdicts:
+`dim` carries tp or is null; `units` are never divided; members of a `group` may all be as narrow as
+the narrowest; `soft` may be replicated; a contiguous `layout` cannot be sharded as stored.
+Verdicts:
 
     agree        the label's dim, as many ways as its units or its group allow
-    acceptable   a listed alternative, fewer ways, whole where soft or fused, or a fused array held
-                 to be taken apart at use
-    missed       whole although it could be split
-    wrong        split where the label says whole, on another dim, or through a fused array
-    harmful      a split that does not divide, or cuts a unit
+    acceptable   a listed alternative, fewer ways, replicated where soft or fused, or a fused array
+                 stored to be taken apart at use
+    missed       replicated although it could be sharded
+    wrong        sharded where the label says replicated, on another dim, or through a fused array
+    harmful      not divisible, or a unit divided
 
 With `--scale`: an unrolled Llama 405B plans in under 1 s, 60 layers of 256 separate experts (about
 46,000 arrays) in under 10 s, and the time per array does not grow. With `--trace`, where the plan

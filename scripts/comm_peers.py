@@ -2,7 +2,7 @@
 
 megatron    specs written by hand, constraints where an expert puts them
 largest     each array cut along its largest dim that tp divides; XLA places activations
-replicated  every array whole on every device
+replicated  every array replicated
 """
 
 import dataclasses
@@ -61,7 +61,7 @@ def largest_step(mesh: Mesh, **settings: Any) -> Any:
 
 
 def replicated_step(mesh: Mesh, **settings: Any) -> Any:
-    """The preset's step with every array whole on every device."""
+    """The preset's step with every array replicated."""
     return _peer(mesh, StepOptions(**settings), lambda *_: None, constrain=False)
 
 

@@ -24,7 +24,7 @@ def causes(name, version, dp, tp, **axes):
 def test_permutes_and_all_to_alls(version):
     found = causes("manual", version, 2, 4)
     assert set(found) == {"collective-permute", "all-to-all"}
-    assert "split over tp is shifted" in found["collective-permute"]
+    assert "sharded over tp is shifted" in found["collective-permute"]
     assert "different specs" in found["all-to-all"]
     allowed = causes("manual", version, 2, 4, stage_axes=("tp",), expert_axes=("tp",))
     assert allowed == {}
@@ -35,7 +35,7 @@ def test_a_gathered_weight_is_named_even_in_one_message_with_an_activation(versi
     """The scan's second weight is split along its output, which the constraint contradicts."""
     (cause,) = causes("layers", version, 2, 4).values()
     assert cause.startswith("w: ")
-    assert "split over tp and used whole" in cause
+    assert "sharded over tp and gathered before use" in cause
 
 
 @pytest.mark.parametrize("version", VERSIONS)

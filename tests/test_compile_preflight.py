@@ -180,7 +180,7 @@ def test_a_wrong_plan_is_found():
     report = bad_report()
     gathered = [cause for cause in report.unexpected.values() if "params['down']" in cause]
     assert gathered, report.unexpected
-    assert "used whole" in gathered[0]
+    assert "gathered before use" in gathered[0]
     assert report.wire_bytes > 1.2 * FLOOR
     assert report.ratio is None
     assert report.mfu_modelled is None

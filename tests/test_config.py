@@ -237,7 +237,7 @@ def test_stage_follows_the_mesh():
         (
             Config(mesh=Mesh(tp=8), seq_len=100, zero=Zero(partition_activations=True)),
             SizeMismatch,
-            "cuts 100 tokens 8 ways\n  fix: seq_len of 96, 104",
+            "shards 100 tokens 8 ways\n  fix: seq_len of 96, 104",
         ),
         (Config(steps=0), BadConfig, "TP020 at steps: is 0"),
         (

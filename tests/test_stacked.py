@@ -223,7 +223,7 @@ REFUSALS = {
                 dataclasses.replace(d, spec=((), *d.spec[1:])) for d in STAGED.decisions
             ),
         ),
-        16, 6, BadStages, "no parameter has its layers split over pp", "stack the layers",
+        16, 6, BadStages, "no parameter has its layers sharded over pp", "stack the layers",
     ),
     "another number of stages": (
         dataclasses.replace(STAGED, stages=EVEN(5, 4)),
@@ -287,7 +287,7 @@ def test_a_step_that_scans_stages_by_itself_is_refused():
 
 
 def test_micro_batches_beside_those_of_the_stages_are_refused():
-    with pytest.raises(BadStages, match="2 micro-batches, each cut into 4"):
+    with pytest.raises(BadStages, match="2 micro-batches, each of 4"):
         make_update(None, None, None, STAGED, None, num_micro=2)
 
 
@@ -317,7 +317,7 @@ def gradient_step(mesh, rows, tokens):
 def test_the_compiled_program_moves_what_a_pipeline_must_and_nothing_else():
     rows, tokens, layers = 2, 256, 2
     report = preflight(
-        "test_pipeline:gradient_step",
+        "test_stacked:gradient_step",
         target="h100:1x8",
         mesh={"pp": 2, "dp": 2, "tp": 2},
         keywords={"rows": rows, "tokens": tokens},

@@ -1,4 +1,4 @@
-"""Layers dealt out to stages: all of them, in order, none waiting for longer than it must."""
+"""Layers assigned to stages: all of them, in order, none waiting for longer than it must."""
 
 import itertools
 

@@ -95,7 +95,7 @@ def test_shard_then_unshard_is_the_identity(deal, dtype):
         assert leaf.shape == plan[path].stored
         assert (leaf.sharding.spec[:1] == PartitionSpec("pp")[:1]) == path.startswith("layers")
     assert_same(jaxtp.unshard(placed, plan), tree)
-    # What lies in its place is not dealt out a second time.
+    # What lies in its place is not assigned a second time.
     assert_same(jaxtp.unshard(jaxtp.shard(placed, mesh, plan=plan), plan), tree)
     # Adam's moments follow, here with the parameters' own numbers.
     moments = optax.ScaleByAdamState(np.int32(7), tree, jax.tree.map(lambda x: x * 2, tree))
@@ -141,7 +141,7 @@ def test_optimizer_state_follows(tx, num_rounds):
 
 
 def test_state_made_of_stored_parameters_is_stored_too():
-    """An optimizer that keeps a copy of the parameters: their layers are not dealt out twice."""
+    """An optimizer that keeps a copy of the parameters: their layers are not assigned twice."""
     tree, mesh = stack(8), mesh_of(2)
     plan = jaxtp.make_plan(tree, mesh, stages=Stages.even(8, 2, micro_batches=2, num_rounds=2))
     tx = optax.GradientTransformation(lambda params: {"slow": params}, optax.identity().update)

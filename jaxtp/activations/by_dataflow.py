@@ -248,7 +248,7 @@ class _Placer:
         return {}
 
     def _split(self, x: Any, dims: Mapping[int, tuple[str, ...]]) -> Any:
-        """`x` with some dims split over tensor axes, or whole, and the others as XLA likes."""
+        """`x` with some dims sharded over tensor axes or replicated, the others as XLA likes."""
         entries = [dims[d] or None if d in dims else FREE for d in range(x.ndim)]
         return self._constrain(x, entries, even_whole=() in dims.values())
 
@@ -269,7 +269,7 @@ class _Placer:
         return result
 
     def _by_whole(self, scope: Scope, equation: Any) -> bool:
-        """Whether a product's weight is whole in the plan, as a router's is: then the result is."""
+        """Whether a product's weight is replicated, as a router's is: then the result is, too."""
         values = [scope.values.get(v) for v in equation.invars if not isinstance(v, Literal)]
         weights = [v.path for v in values if v and v.kind is Kind.PARAMETER and v.path]
         tensor = self._plan.mesh.tp
@@ -278,7 +278,7 @@ class _Placer:
     def _gather(
         self, scope: Scope, equation: Any, operands: list[Any], gathered: dict[Any, Any]
     ) -> list[Any]:
-        """Operands of a product that enters a region, whole along the sequence again.
+        """Operands of a product that enters a region, gathered along the sequence.
 
         Constrained twice: first split, as the norm that made it leaves it, so that XLA gathers its
         final type and not what the norm computed in float32.
@@ -303,7 +303,7 @@ class _Placer:
         return self._classes[value]
 
     def _enters(self, value: Value) -> bool:
-        """Whether a product's result lies in a region that the plan splits, whole or in pieces."""
+        """Whether a product's result lies in a region that the plan shards, all of it or some."""
         return any(
             self._axes(c) or (c.pieces and c.group in self._leads) for c in self._dims(value)
         )
@@ -324,7 +324,7 @@ class _Placer:
         return self._plan.axes_for(dim.units)
 
     def _region(self, value: Value) -> list[Entry]:
-        """Split along the batch and along region dims, whole along the sequence."""
+        """Sharded along the batch and along region dims, replicated along the sequence."""
         entries: list[Entry] = []
         used = False
         for dim, c in zip(value.dims, self._dims(value), strict=True):

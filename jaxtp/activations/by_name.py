@@ -1,4 +1,4 @@
-"""Where activations lie on the mesh: models name a value, the active plan says which axes cut it.
+"""Where activations lie on the mesh: models name a value, the active plan says which axes shard it.
 
 Without an active plan nothing happens, so one model file serves one device and ten thousand.
 """
@@ -18,27 +18,28 @@ from jaxtp.mesh.axes import Axis, MeshShape
 from jaxtp.plan.decisions import ParamDecision
 from jaxtp.plan.stages import Stages
 
-WHOLE, BATCH, SEQUENCE, UNITS = "whole", "batch", "sequence", "units"
-"""What a dim of an activation is: never cut; cut over the batch axes; cut over the tensor axes in
-the regions that sequence parallelism covers; cut over the tensor axes in whole units."""
+REPLICATED, BATCH, SEQUENCE, UNITS = "replicated", "batch", "sequence", "units"
+"""What a dim of an activation is: replicated; sharded over the batch axes; sharded over the
+tensor axes in the regions that sequence parallelism covers; sharded over the tensor axes, unit by
+unit."""
 
 ACTIVATIONS: dict[str, tuple[str, ...]] = {
-    "tokens": (BATCH, WHOLE),
+    "tokens": (BATCH, REPLICATED),
     # Between blocks every tensor-parallel device holds the same residual stream; sequence
-    # parallelism cuts it.
-    "residual": (BATCH, SEQUENCE, WHOLE),
-    # The normed input of a column product is whole again. Left to propagation, sequence parallelism
-    # gains four all-gathers and five all-to-alls a layer in the backward pass of the compiled GPU
-    # program.
-    "block_input": (BATCH, WHOLE, WHOLE),
-    "heads": (BATCH, WHOLE, UNITS, WHOLE),
-    "kv_heads": (BATCH, WHOLE, UNITS, WHOLE),
-    "mlp": (BATCH, WHOLE, UNITS),
-    "logits": (BATCH, WHOLE, UNITS),
-    # Two weights. The token table as the lookup reads it: where ZeRO cuts it too, pipeline stages
+    # parallelism shards it.
+    "residual": (BATCH, SEQUENCE, REPLICATED),
+    # The normed input of a column product is gathered again. Left to propagation, sequence
+    # parallelism gains four all-gathers and five all-to-alls a layer in the backward pass of the
+    # compiled GPU program.
+    "block_input": (BATCH, REPLICATED, REPLICATED),
+    "heads": (BATCH, REPLICATED, UNITS, REPLICATED),
+    "kv_heads": (BATCH, REPLICATED, UNITS, REPLICATED),
+    "mlp": (BATCH, REPLICATED, UNITS),
+    "logits": (BATCH, REPLICATED, UNITS),
+    # Two weights. The token table as the lookup reads it: where ZeRO shards it too, pipeline stages
     # would else send each other parts of it first. And (embed, kv heads, head_dim), see `spread`.
-    "token_table": (UNITS, WHOLE),
-    "kv_kernel": (WHOLE, UNITS, WHOLE),
+    "token_table": (UNITS, REPLICATED),
+    "kv_kernel": (REPLICATED, UNITS, REPLICATED),
 }
 """Activation name -> what each of its dims is."""
 
@@ -53,7 +54,7 @@ class ActivationPlan(Protocol):
 
     @property
     def sequence_parallel(self) -> bool:
-        """Whether the residual stream is cut along the sequence over the tensor axes."""
+        """Whether the residual stream is sharded along the sequence over the tensor axes."""
         ...
 
     @property
@@ -68,7 +69,7 @@ class ActivationPlan(Protocol):
 
     @property
     def stages(self) -> Stages | None:
-        """How stacked layers are dealt out along the pp axis; None without one."""
+        """How stacked layers are assigned along the pp axis; None without one."""
         ...
 
 
@@ -77,14 +78,14 @@ class ActivePlan:
     """What is in force; hashable, for it joins the key of every jit cache.
 
     Attributes:
-        shape: Axis sizes; the tensor axes are those that activations may be cut over.
-        sequence_parallel: Whether the residual stream is cut along the sequence.
+        shape: Axis sizes; the tensor axes are those that activations may be sharded over.
+        sequence_parallel: Whether the residual stream is sharded along the sequence.
         mesh: The devices.
         interleave: Whether layers that can be are interleaved (`jaxtp.overlap`).
         decisions: Where parameters lie, if layers are interleaved; () otherwise.
-        stages: How stacked layers are dealt out along the pp axis; None without one, and inside a
+        stages: How stacked layers are assigned along the pp axis; None without one, and inside a
             stage.
-        params_cut: Whether the batch axes cut parameters too.
+        params_cut: Whether the batch axes shard parameters too.
     """
 
     shape: MeshShape
@@ -207,7 +208,7 @@ def constrain(x: jax.Array, name: str, units: Sequence[int] | None = None) -> ja
     Args:
         x: An array with one dim per entry of `ACTIVATIONS[name]`.
         name: A key of `ACTIVATIONS`.
-        units: Indivisible pieces of the dim that the tensor axes cut, major to minor, e.g. (kv
+        units: Indivisible pieces of the dim that the tensor axes shard, major to minor, e.g. (kv
             heads, query heads per kv head) for "heads"; default: every element of the dim is one.
 
     Raises:
@@ -264,7 +265,7 @@ def spread(w: jax.Array, name: str, units: Sequence[int]) -> jax.Array:
 def _entry(active: ActivePlan, dim: str, size: int, units: Sequence[int] | None) -> object:
     """The PartitionSpec entry of one dim of `size` elements."""
     axes = {
-        WHOLE: (),
+        REPLICATED: (),
         BATCH: active.batch,
         SEQUENCE: active.sequence,
         UNITS: active.shape.fit(units or (size,)),
@@ -273,7 +274,7 @@ def _entry(active: ActivePlan, dim: str, size: int, units: Sequence[int] | None)
         axes = active.shape.batch
     if not axes:
         return None
-    # Inside jit an uneven constraint does not raise: XLA replicates the whole array, quietly. No
+    # Inside jit an uneven constraint does not raise: XLA replicates the array, quietly. No
     # constraint on that dim is better; a batch of one prompt on two data-parallel devices is the
     # everyday case.
     return PartitionSpec.UNCONSTRAINED if size % active.shape.ways(axes) else axes

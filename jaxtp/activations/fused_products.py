@@ -18,7 +18,7 @@ Cuts = tuple[tuple[int, int], ...]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pieces:
-    """A value whose pieces along one dim were computed apart; whole only if somebody asks.
+    """A value whose pieces along one dim were computed apart; joined only if somebody asks.
 
     Attributes:
         parts: The pieces, in order.
@@ -35,7 +35,7 @@ class Pieces:
         """Elements along the dim."""
         return self.cuts[-1][1]
 
-    def whole(self) -> Any:
+    def joined(self) -> Any:
         """The value itself."""
         return jnp.concatenate(self.parts, axis=self.dim)
 
@@ -45,12 +45,12 @@ def product_of_piece(
 ) -> Any:
     """The product by one piece of a fused weight, split along its dim.
 
-    The piece is cut from a weight that is not split along this dim. Where it is whole on every
+    The piece is taken from a weight that is not sharded along this dim. Where it is on every
     device nothing moves forward, and backward the gradients of the pieces are gathered. Where
     another dim is split, each device exchanges its rows of all columns for all rows of its columns
-    (an all-to-all), and the gradients go back the same way. The piece is first said to be whole
-    along the dim: otherwise XLA splits the weight before it is sliced, and its gradient before it
-    is put together, and permutes both (17 permutes in two layers of GPT-2).
+    (an all-to-all), and the gradients go back the same way. The piece is first said to be
+    replicated along the dim: otherwise XLA splits the weight before it is sliced, and its gradient
+    before it is put together, and permutes both (17 permutes in two layers of GPT-2).
     """
     w = place(place(w, {product.dim: ()}), {product.dim: axes})
     return place(product(x, w), {product.out: axes})
@@ -59,7 +59,7 @@ def product_of_piece(
 def by_weight(
     product: WeightProduct, place: Place, cuts: Cuts, axes: tuple[str, ...], x: Any, w: Any
 ) -> Pieces:
-    """The product by a weight that is whole, or split along another dim than the fused one.
+    """The product by a weight that is replicated, or sharded along another dim than the fused one.
 
     Args:
         product: The product; its `dim` holds the pieces.

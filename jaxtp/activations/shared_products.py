@@ -85,7 +85,7 @@ def shared(
 
     Forward it is the plain product. Backward, the copies' cotangents of `x` are taken apart, one
     part of each copy, so that they are partial sums over all of the tensor axis like the query's:
-    XLA then adds them before one all-reduce. Left alone it runs a further all-reduce of the whole
+    XLA then adds them before one all-reduce. Left alone it runs a further all-reduce of the entire
     residual stream (5 a layer instead of 4 on 8 H100 with 4 kv heads), and what is left here are
     two reductions of the small key and value cotangents.
 

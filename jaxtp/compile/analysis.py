@@ -189,7 +189,7 @@ def _notes(module: Module, report: Report, target: Target) -> Iterator[str]:
     if spare < 0 and "xla_gpu_memory_limit_slop_factor" in report.options:
         yield (
             "the raised scheduler limit of overlap='aggressive' keeps more alive at once than this "
-            "card holds: use overlap='auto', a smaller batch, or more devices"
+            "GPU has: use overlap='auto', a smaller batch, or more devices"
         )
     if report.options.get("xla_gpu_enable_triton_gemm") is False:
         yield (

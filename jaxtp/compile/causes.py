@@ -13,14 +13,16 @@ _CARRIES = {
 }  # fmt: skip
 
 _PERMUTE = (
-    "a dim that is split over AXES is shifted, cut or joined: look for sizes that do not divide, "
-    "and for slices, rolls and concatenations along it"
+    "a dim that is sharded over AXES is shifted, sliced or joined: look for sizes that "
+    "are not divisible, and for slices, rolls and concatenations along it"
 )
 _ALL_TO_ALL = (
-    "an array changes which of its dims is split over AXES: its producer and its user want "
+    "an array changes which of its dims is sharded over AXES: its producer and its user want "
     "different specs"
 )
-_GATHER = "stored split over AXES and used whole: the spec does not fit the product that takes it"
+_GATHER = (
+    "sharded over AXES and gathered before use: the spec does not fit the product that takes it"
+)
 
 
 def unexpected(

@@ -22,11 +22,11 @@ def check(
         min_hidden_share: Share of the communication time, 0 to 1, that must pass beside work
             (modelled).
         allow_unexpected: Whether collectives that tensor parallelism does not need may appear.
-        must_fit: Whether the peak must be within the card's memory.
+        must_fit: Whether the peak must be within the GPU's memory.
 
     Raises:
         CheckFailed: TP115, with the limit, the measured value and the collectives behind it.
-        DoesNotFit: TP114, if the step needs more memory than the card has.
+        DoesNotFit: TP114, if the step needs more memory than the GPU has.
     """
     problems = Problems()
     tensor = [row for row in report.collectives if set(row.axes) & set(report.tensor_axes)]
@@ -34,7 +34,7 @@ def check(
         over = report.peak_bytes - report.card_bytes
         problems.add(
             DoesNotFit(
-                f"{report.peak_bytes:,} bytes per GPU, {over:,} more than the card's "
+                f"{report.peak_bytes:,} bytes per GPU, {over:,} more than the GPU's "
                 f"{report.card_bytes:,}",
                 where=report.target,
                 fix="raise tp or fsdp, lower the batch, donate the state, or recompute more",

@@ -27,8 +27,9 @@ OVERLAP: Mapping[str, Mapping[str, Value]] = {
     # By default the scheduler hides all-reduces behind asynchronous copies and believes that it is
     # done; and past its own memory estimate, which a deep stack always passes, it makes nearly
     # everything synchronous. The second option removes that guard, so preflight compares the
-    # real peak with the card; 200 is not enough beside an Adam state that fills half of it (0%
-    # hidden at 80 layers of llama3-70b, 34% from 400 on). The first one exists since jaxlib 0.11.2.
+    # real peak with the GPU's memory; 200 is not enough beside an Adam state that fills half of it
+    # (0% hidden at 80 layers of llama3-70b, 34% from 400 on). The first one exists since jaxlib
+    # 0.11.2.
     "aggressive": {
         "xla_gpu_experimental_enable_selective_memcpy_overlap": True,
         "xla_gpu_memory_limit_slop_factor": 1000,

@@ -69,7 +69,7 @@ class Report:
         output_bytes: Memory of its results.
         alias_bytes: Results that reuse an argument's memory: what is really donated.
         temp_bytes: The block of temporaries.
-        card_bytes: Memory of the card; 0 without a target.
+        card_bytes: Memory of one GPU; 0 without a target.
         not_donated: Arguments that could be donated, because a result has their shape and type, but
             are not: name -> bytes.
         collectives: One row per place, most bytes first.
@@ -132,7 +132,7 @@ class Report:
 
     @property
     def fits(self) -> bool:
-        """Whether the peak is within the card's memory."""
+        """Whether the peak is within the GPU's memory."""
         return self.peak_bytes <= self.card_bytes
 
     @property

@@ -15,7 +15,7 @@ from jaxtp.hardware.gpus import KINDS, Target, kind_of
 
 VARIABLE = "JAXTP_REPORT_COMMUNICATION"
 STAND_IN = "h100"
-"""The kind whose links and matrix units price a step on a backend that is no GPU."""
+"""The kind whose links and tensor cores price a step on a backend that is no GPU."""
 
 
 class Steps(Protocol):

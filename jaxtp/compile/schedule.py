@@ -146,7 +146,7 @@ def simulate(
     Args:
         module: The compiled program; its order of instructions is the schedule.
         collectives: What `compile/collectives` found in it.
-        target: Whose links and matrix units.
+        target: Whose links and tensor cores.
         memory_bound: Whether elementwise and copying work takes time too.
 
     Raises:

@@ -39,7 +39,7 @@ def resolve(config: Config, num_devices: int) -> Config:
     if is_sequence_parallel(config) and config.seq_len % mesh.tp:
         near = [n for n in range(config.seq_len - mesh.tp, config.seq_len + mesh.tp) if n > 0]
         raise SizeMismatch(
-            f"sequence parallelism cuts {config.seq_len} tokens {mesh.tp} ways",
+            f"sequence parallelism shards {config.seq_len} tokens {mesh.tp} ways",
             where="seq_len",
             fix=f"seq_len of {join(n for n in near if n % mesh.tp == 0)}",
         )
@@ -77,7 +77,7 @@ def _micro_batches(config: Config, num_stages: int) -> int:
 
 
 def is_sequence_parallel(config: Config) -> bool:
-    """Whether the residual stream is cut along the sequence, by jaxtp's name or DeepSpeed's."""
+    """Whether the residual stream is sharded along the sequence, by jaxtp's name or DeepSpeed's."""
     return config.communication.sequence_parallel or config.zero.partition_activations
 
 

@@ -137,7 +137,7 @@ TABLE: Mapping[str, Key] = {
     "tensor_parallel.tp_size": _to("mesh.tp", int),
     "tensor_parallel.autotp_size": _to("mesh.tp", int),
     "tensor_parallel.strategy": _instead("jaxtp always plans automatically; see --tensor.policy"),
-    "tensor_parallel.tp_grain_size": _instead("whole heads are the grain"),
+    "tensor_parallel.tp_grain_size": _instead("heads are never divided"),
     "tensor_parallel.dtype": _instead("see --precision.compute"),
     "tensor_parallel.preset_model": _instead("roles are read from the model"),
     "tensor_parallel.partition_config": _not("give overrides to jaxtp.make_plan"),
@@ -163,7 +163,9 @@ TABLE: Mapping[str, Key] = {
     "zero_optimization.offload_optimizer.pin_memory": _instead("host memory is always pinned"),
     "zero_optimization.offload_optimizer.buffer_count": _XLA_BUFFERS,
     "zero_optimization.offload_optimizer.fast_init": _XLA_BUFFERS,
-    "zero_optimization.offload_optimizer.ratio": _instead("optimizer state is offloaded whole"),
+    "zero_optimization.offload_optimizer.ratio": _instead(
+        "all of the optimizer state is offloaded"
+    ),
     "zero_optimization.offload_param": _not("parameters stay in device memory; raise fsdp or tp"),
     "zero_optimization.cpu_offload": _not("say offload_optimizer.device, as DeepSpeed now does"),
     "zero_optimization.overlap_comm": _XLA_ORDER,
@@ -178,10 +180,10 @@ TABLE: Mapping[str, Key] = {
     "zero_optimization.stage3_max_live_parameters": _PREFETCH,
     "zero_optimization.stage3_max_reuse_distance": _PREFETCH,
     "zero_optimization.stage3_param_persistence_threshold": _instead(
-        "arrays below 1/256 of the largest one, per layer, stay whole"
+        "arrays below 1/256 of the largest one, per layer, are replicated"
     ),
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": _instead(
-        "checkpoints hold whole logical arrays; jaxtp.unshard brings them to the host"
+        "checkpoints hold global arrays; jaxtp.unshard brings them to the host"
     ),
     "zero_optimization.ignore_unused_parameters": _instead("JAX gives them zero gradients"),
     "zero_optimization.elastic_checkpoint": _instead("checkpoints restore onto any mesh"),
@@ -257,7 +259,7 @@ TABLE: Mapping[str, Key] = {
     "progressive_layer_drop": _not("every layer runs"),
     "eigenvalue": _not("jaxtp does not compress models"),
     "pipeline.stages": _to("mesh.pp", int),
-    "pipeline.partition": _instead("layers are dealt out by --pipeline.load_balance"),
+    "pipeline.partition": _instead("layers are assigned by --pipeline.load_balance"),
     "pipeline.seed_layers": _instead("--seed makes every parameter"),
     "pipeline.activation_checkpoint_interval": _instead("--remat works layer by layer"),
     "pipeline.pipe_partitioned": _BOUNDARY,

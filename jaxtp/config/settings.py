@@ -110,10 +110,10 @@ class Tensor:
     __pydantic_config__: Strict = STRICT
 
     policy: Literal["factor", "replicate", "error"] = "factor"
-    """For heads that do not divide: split less, keep whole, or refuse."""
+    """For heads that do not divide: shard less, replicate, or refuse."""
 
     pad_vocab: bool = False
-    """Pad a vocabulary that does not divide, instead of keeping its table whole."""
+    """Pad a vocabulary that does not divide, instead of replicating its table."""
 
     strict: bool = True
     """Refuse a plan that wastes devices or memory, instead of noting it."""

@@ -13,7 +13,7 @@ from jaxtp.plan.stages import Stages
 from jaxtp.rules.model_dims import ModelDims
 
 STRATEGIES = ("even", "compute_first", "memory_first")
-"""How layers are dealt out: alike, by FLOP/s of matrix products, by memory."""
+"""How layers are assigned to stages: alike, by FLOP/s of matrix products, by memory."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +60,7 @@ def deal(
     micro_batches: int,
     num_rounds: int = 1,
 ) -> Stages:
-    """Layers dealt out to stages by one of `STRATEGIES`.
+    """Layers assigned to stages by one of `STRATEGIES`.
 
     Args:
         strategy: Which one.

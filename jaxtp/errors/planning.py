@@ -164,7 +164,7 @@ class NothingSharded(JaxtpError, ValueError):
 
 
 class ReplicatedTooMuch(JaxtpError, ValueError):
-    """Matrices that stay whole on every device take more bytes than the budget allows.
+    """Replicated matrices take more bytes than the budget allows.
 
     Fix: the message lists the largest with the reason for each; give sizes or overrides for them,
     or raise `replicated_budget`.

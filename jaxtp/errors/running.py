@@ -145,7 +145,7 @@ class GpuPluginMissing(JaxtpError, ImportError):
 
 
 class DoesNotFit(JaxtpError, MemoryError):
-    """The compiled step needs more memory per GPU than the card has.
+    """The compiled step needs more memory than a GPU has.
 
     Fix: the message says by how much and which of tp, fsdp, batch, remat or donation would close
     the gap.

@@ -49,7 +49,7 @@ class _Chunks(NamedTuple):
     """How a parameter is filled; layers are those of the leading stacked dim, one without.
 
     Attributes:
-        stages: Parts that mesh axes cut the layers into; each is filled from its own first layer.
+        stages: Parts that mesh axes shard the layers into; each is filled from its own first layer.
         layers: Layers of one stage.
         chunk: Layers of every stage that are read together; divides `layers`.
         shape: Of what is read together: (stages, chunk, further stack dims, stored dims), elements.
@@ -233,8 +233,8 @@ def _reads(
 def local_boxes(sharding: NamedSharding, shape: tuple[int, ...]) -> Sequence[Box]:
     """What this process's devices hold of an array: one box, or one per shard if there are gaps.
 
-    Neighbours along the tensor axis together hold whole rows of a tensor whose columns are cut, and
-    one long read is better than one per row and device.
+    Neighbours along the tensor axis together have all rows of a tensor whose columns are sharded,
+    and one long read is better than one per row and device.
     """
     indices = sharding.addressable_devices_indices_map(shape).values()
     boxes = {_box(index or (), shape) for index in indices}

@@ -37,7 +37,7 @@ ITEM = "state"
 
 CHUNK_BYTES = 64 * 2**20
 """Largest piece of an array that a file is read by. Without a limit a piece is what one device
-held, and each of 8 devices would read all of what was saved by one."""
+had, and each of 8 devices would read all of what was saved by one."""
 
 IN_FLIGHT_GB = 2
 """What a process reads at a time, or two of its largest slices: enough requests to keep disks and

@@ -102,8 +102,8 @@ class _Pipeline:
     def manual_batch(self) -> tuple[str, ...]:
         """Batch axes that the partitioner has no part in.
 
-        Gradients of parameters that are whole on these axes are then summed on each device over
-        all ticks and reduced once, where the partitioner would reduce them in every tick.
+        Gradients of parameters that are replicated on these axes are then summed on each device
+        over all ticks and reduced once, where the partitioner would reduce them in every tick.
         """
         return () if self.active.params_cut else self.active.shape.batch
 

@@ -84,7 +84,7 @@ class MeshShape:
     Attributes:
         sizes: `(name, devices along the axis)`, major to minor.
         tp: Axes that together are the tensor-parallel axis, major to minor: one, or its factors.
-        tp_name: How users spell the whole tensor axis in a PartitionSpec.
+        tp_name: How users spell all of the tensor axis in a PartitionSpec.
         others: `(row of the axis table, name of the mesh axis)` for the other axes of the mesh
             that jaxtp knows the purpose of, in the table's order.
     """
@@ -146,12 +146,12 @@ class MeshShape:
 
     @property
     def num_devices(self) -> int:
-        """Devices in the whole mesh."""
+        """Devices in the mesh."""
         return math.prod(size for _, size in self.sizes)
 
     @property
     def tp_size(self) -> int:
-        """Devices along the whole tensor axis."""
+        """Devices along all of the tensor axis."""
         return self.ways(self.tp)
 
     @property
@@ -205,7 +205,7 @@ class MeshShape:
         )
 
     def ways(self, axes: Iterable[str]) -> int:
-        """In how many pieces these axes together cut a dim."""
+        """Into how many shards these axes together divide a dim."""
         sizes = dict(self.sizes)
         return math.prod(sizes[a] for a in axes)
 
@@ -214,7 +214,7 @@ class MeshShape:
         return tuple(self.tp[:n] for n in range(len(self.tp), -1, -1))
 
     def fit(self, units: Sequence[int]) -> tuple[str, ...]:
-        """The widest prefix of the tensor axis that keeps these units whole; `()` if none does.
+        """The widest prefix of the tensor axis that divides these units; `()` if none does.
 
         Args:
             units: Counts of indivisible pieces, major to minor, e.g. (kv heads, query heads per kv
@@ -229,7 +229,7 @@ class MeshShape:
         )
 
     def factored(self, factors: Sequence[int]) -> "MeshShape":
-        """This shape with the tensor axis cut into `factors`, major to minor.
+        """This shape with the tensor axis factored into `factors`, major to minor.
 
         >>> str(MeshShape((("dp", 2), ("tp", 8))).factored((4, 2)))
         'dp=2 x tp_0=4 x tp_1=2'
@@ -285,12 +285,12 @@ def _names(axis_names: Any, sizes: Mapping[str, int]) -> dict[str, str]:
 
 
 def splits(units: Sequence[int], ways: int) -> bool:
-    """Whether cutting a dim `ways` ways keeps its units whole on one device each.
+    """Whether sharding a dim `ways` ways leaves each of its units on one device.
 
-    The units are read as a mixed-radix number, major to minor: a cut may go into a minor factor
-    only where the factor before it is already cut into single pieces. With (4 kv heads, 8 query
-    heads each) an 8-way cut puts one kv head with half of its query heads on each device; with (10,
-    4) a 4-way cut would leave a kv head's query heads on two devices that hold different kv heads.
+    The units are read as a mixed-radix number, major to minor: a minor factor may be
+    sharded only where the factor before it is already down to single entries. With (4 kv heads, 8
+    query heads each) 8-way puts one kv head with half of its query heads on each device; with (10,
+    4) 4-way would leave a kv head's query heads on two devices that have different kv heads.
 
     >>> splits((4, 8), 8), splits((10, 4), 4), splits((10, 4), 2)
     (True, False, True)
@@ -305,7 +305,7 @@ def splits(units: Sequence[int], ways: int) -> bool:
 
 
 def legal_ways(units: Sequence[int]) -> list[int]:
-    """All tensor-parallel sizes that keep these units whole, ascending.
+    """All tensor-parallel sizes that divide these units, ascending.
 
     >>> legal_ways((4, 7))
     [1, 2, 4, 28]

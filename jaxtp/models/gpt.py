@@ -4,9 +4,9 @@ The architecture and the names of its activations, nothing else: see `jaxtp.mode
 shape suffixes. No dropout.
 
 The fused query/key/value kernel is stored (embed, 3, heads, head_dim), not (embed, 3 x heads x
-head_dim) as in the published checkpoints: a contiguous cut of the flat form gives one device all of
-q and another all of v, and costs 9 to 14 permutes to undo, while here the heads dim is an ordinary
-column. The numbers and their order are the same.
+head_dim) as in the published checkpoints: a contiguous shard of the flat form gives one device all
+of q and another all of v, and costs 9 to 14 permutes to undo, while here the heads dim is an
+ordinary column. The numbers and their order are the same.
 """
 
 import dataclasses

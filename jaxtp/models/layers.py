@@ -205,7 +205,7 @@ def _as_data(layers: Layer, branch: Branch) -> interleaving.Branch:
 
 
 def normed(norm: Callable[[jax.Array], jax.Array], x_BTD: jax.Array) -> jax.Array:
-    """`norm(x)`, whole again where sequence parallelism cuts the residual stream."""
+    """`norm(x)`, gathered where sequence parallelism shards the residual stream."""
     # Placed twice: norms compute in fp32 and cast at their end. Without the first constraint XLA
     # gathers before the cast, and twice the bytes cross the wire.
     return constrain(constrain(norm(x_BTD), "residual"), "block_input")

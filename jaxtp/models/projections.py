@@ -37,9 +37,10 @@ class TokenTable(nnx.Embed):
         """The residual stream in front of the first layer, (batch, tokens, hidden size)."""
         table_VD = constrain(self.embedding[...].astype(self.dtype), "token_table")
         x_BTD = jnp.take(table_VD, constrain(tokens_BT, "tokens"), axis=0, mode="clip")
-        # Whole before it is cut along the sequence: cut at once, the lookup is split over replicas
-        # and tokens together, and undoing that takes permutes. NaN comes after the cut: between the
-        # sum over devices and the cut it would keep them from becoming one reduce-scatter.
+        # Replicated before it is sharded along the sequence: at once, the lookup is split over
+        # replicas and tokens together, and undoing that takes permutes. NaN comes after that:
+        # between the sum over devices and the sharding it would keep them from becoming one
+        # reduce-scatter.
         x_BTD = constrain(constrain(x_BTD, "block_input"), "residual")
         is_known_BT = (tokens_BT >= 0) & (tokens_BT < self.num_embeddings)
         return jnp.where(is_known_BT[:, :, None], x_BTD, jnp.nan)

@@ -37,9 +37,9 @@ def shard(
     """The same tree, with every array placed on the plan's own Auto mesh over the same devices.
 
     Parameters lie where the plan puts them, in the form that it stores (`jaxtp.padding`); optimizer
-    state follows them (`jaxtp.state`); counters, keys and other small leaves are whole on every
-    device. Numbers become arrays. An array that already lies right on the mesh is not copied: as
-    with `jax.device_put`, both trees then share it, and donating one ends the other.
+    state follows them (`jaxtp.state`); counters, keys and other small leaves are replicated on
+    every device. Numbers become arrays. An array that already lies right on the mesh is not copied:
+    as with `jax.device_put`, both trees then share it, and donating one ends the other.
 
     Args:
         tree: A Linen dict (boxed or not), an `nnx.Module` or `nnx.State`, a `TrainState`, optax
@@ -150,7 +150,7 @@ def unshard(tree: PyTree, plan: Plan | None = None) -> PyTree:
     """The same tree on the host: NumPy arrays of the model's own shapes, boxes and modules kept.
 
     Typed random keys stay JAX arrays. With several processes every process gets the whole tree; one
-    array at a time is then whole on every device.
+    array at a time is then replicated.
 
     Args:
         tree: Arrays placed by `shard`, or any arrays.
@@ -180,7 +180,7 @@ def _fetch(leaf: Any) -> NDArray[Any]:
 
 
 def _move(x: jax.Array, sharding: NamedSharding, padding: Padding) -> jax.Array:
-    """An array that lies on devices, moved to others or cut differently."""
+    """An array that lies on devices, moved to others or sharded differently."""
     source, stored = x.sharding, stored_shape(x.shape, padding)
     if isinstance(source, NamedSharding) and _order(source.mesh) == _order(sharding.mesh):
         # No copy: only the axes' types change, which an Explicit mesh would carry into the jit.

@@ -85,7 +85,7 @@ def init_optimizer(
     Args:
         tx: The optimizer.
         params: Parameters from `jaxtp.shard` or `jaxtp.init_sharded`; their arrays say where.
-        plan: Their plan, if ZeRO cuts the optimizer's state further than the parameters.
+        plan: Their plan, if ZeRO shards the optimizer's state further than the parameters.
         state_overrides: Specs for leaves that cannot follow a parameter, by regular expression.
 
     Returns:

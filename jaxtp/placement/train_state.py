@@ -44,14 +44,14 @@ from jaxtp.plan.trees import (
 )
 
 SMALL_BYTES = 4 * 2**20
-"""A leaf of at most this size that follows no parameter is whole on every device: counters, random
-keys, batch statistics, one vector over a large vocabulary. 4 MiB are 0.005% of an 80 GB card."""
+"""A leaf of at most this size that follows no parameter is replicated: counters, random
+keys, batch statistics, one vector over a large vocabulary. 4 MiB are 0.005% of an 80 GB GPU."""
 
 PARAMETER_ROOTS = ("", "params")
 """Where the parameters themselves lie: the tree itself, or the field of a `TrainState`."""
 
 Overrides = Mapping[str, PartitionSpec]
-"""Regular expression, searched in a leaf's path -> its spec; "tp" means the whole tensor axis."""
+"""Regular expression, searched in a leaf's path -> its spec; "tp" means all of the tensor axis."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Slot:
         return stored_shape(self.shape, self.padding)
 
     @classmethod
-    def whole(cls, shape: tuple[int, ...]) -> "Slot":
+    def replicated(cls, shape: tuple[int, ...]) -> "Slot":
         """The slot of an array of which every device has a copy."""
         return cls(shape, ((),) * len(shape))
 
@@ -204,7 +204,7 @@ def follow(
                 problems.add(_not_derived(path, shape, owner, params[owner]))
         elif slot is None:
             strangers[path] = num_bytes
-        found[path] = slot or Slot.whole(shape)
+        found[path] = slot or Slot.replicated(shape)
     for path, num_bytes in strangers.items():
         # A scalar among parameters is a counter. An array there means the plan of another model.
         if found[path].shape and any(not r or path.startswith(f"{r}/") for r in roots):
@@ -293,19 +293,19 @@ def _given(path: str, shape: tuple[int, ...], specs: Overrides, mesh: MeshShape)
 def _derive(shape: tuple[int, ...], param: Slot) -> Slot | None:
     """The slot of an array of `shape` that belongs to `param`; None if no dim tells."""
     if not any(param.spec):
-        return Slot.whole(shape)
+        return Slot.replicated(shape)
     for base in (param.shape, param.stored):
         dims = _align(shape, base)
         if dims is not None:
             return param.take(dims, shape)
-    return Slot.whole(shape) if math.prod(shape) == 1 else None
+    return Slot.replicated(shape) if math.prod(shape) == 1 else None
 
 
 def _align(shape: tuple[int, ...], base: tuple[int, ...]) -> tuple[int | None, ...] | None:
     """Which dim of `base` each dim of `shape` is, or None for one of its own.
 
     Where several readings fit, as for the factored moments of a square matrix, only what they agree
-    on counts: the rest stays whole, which is right for every reading and costs one vector.
+    on counts: the rest is replicated, which is right for every reading and costs one vector.
 
     Returns:
         One entry per dim of `shape`; None if the two shapes are not related.
@@ -358,7 +358,7 @@ def _not_planned(path: str, shape: tuple[int, ...], params: Iterable[str]) -> Pl
 def _stranger(path: str, shape: tuple[int, ...], num_bytes: int) -> StateNotPlaced:
     return StateNotPlaced(
         f"shape {shape} ({num_bytes / 1e6:,.1f} MB) belongs to no parameter, and is too large to "
-        f"be kept whole on every device without being asked for",
+        f"be replicated without being asked for",
         where=path,
         fix=f'state_overrides={{"{path}": PartitionSpec(...)}}',
     )

@@ -38,7 +38,7 @@ class ParamDecision:
         group: Parameters with the same group were decided together; "" if alone.
         fallback: Why the split is narrower than the tensor axis, with its price; "" if it is not.
         padding: Dims that are stored in another form than the model has: a padded vocabulary,
-            layers dealt out to pipeline stages.
+            layers assigned to pipeline stages.
         state_spec: Mesh axes per dim of what the optimizer keeps of it, and from ZeRO stage 2 on of
             its gradient; `()` where these lie like the parameter.
     """
@@ -61,7 +61,7 @@ class ParamDecision:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the whole array, global, without padding."""
+        """Bytes of the array, global, without padding."""
         return math.prod(self.shape) * itemsize(self.dtype)
 
     @property
@@ -70,7 +70,7 @@ class ParamDecision:
         return partition_spec(self.spec)
 
     def dim_on(self, axes: Sequence[str]) -> int | None:
-        """The dim that any of `axes` cuts, or None."""
+        """The dim that any of `axes` shards, or None."""
         return next((d for d, used in enumerate(self.spec) if set(used) & set(axes)), None)
 
     @property
@@ -95,9 +95,9 @@ class Plan:
         sequence_parallel: Whether the residual stream is split along the sequence.
         overlap: How hard to hide communication: "off", "auto", or "aggressive", which interleaves
             two halves of the batch (`jaxtp.overlap`) and wants the compile options of that name.
-        zero: What the fsdp axis cuts: 1 optimizer state, 2 also gradients, 3 also parameters.
-        stages: How stacked layers are dealt out along the pp axis; None without one.
-        notes: Sentences about the plan as a whole.
+        zero: What the fsdp axis shards: 1 optimizer state, 2 also gradients, 3 also parameters.
+        stages: How stacked layers are assigned along the pp axis; None without one.
+        notes: Sentences about the plan altogether.
     """
 
     mesh: MeshShape
@@ -224,7 +224,7 @@ class Plan:
         return "\n".join((head, *stages, *(f"note: {n}" for n in self.notes), *lines))
 
     def to_json(self) -> str:
-        """The whole plan as JSON text, stable between runs."""
+        """All of the plan as JSON text, stable between runs."""
         data = dataclasses.asdict(self) | {"mesh": self.mesh.to_data()}
         return json.dumps({"format": FORMAT, **data}, indent=1)
 

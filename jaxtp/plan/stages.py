@@ -3,7 +3,7 @@
 No device is touched.
 
 With one round this is GPipe (Huang et al. 2019): stage s works on micro-batch t - s at tick t. With
-more, layers are dealt out in rounds and micro-batches go around the stages once a round, the
+more, layers are assigned in rounds and micro-batches go around the stages once a round, the
 interleaved schedule of Narayanan et al. 2021, section 2.2, which divides the idle time by the
 number of rounds. One formula covers both, see `jaxtp.pipeline`.
 """
@@ -17,7 +17,7 @@ from jaxtp.errors import BadStages, join
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Stages:
-    """How layers are dealt out to pipeline stages.
+    """How layers are assigned to pipeline stages.
 
     Attributes:
         layers: Layers of each chunk, `layers[round][stage]`. The model's first layers are chunk
@@ -64,7 +64,7 @@ class Stages:
     def pieces(self) -> tuple[tuple[int, int], ...]:
         """`(first layer, layers)` of each chunk, in the order in which chunks are stored.
 
-        Stage by stage and, within one, round by round: an even cut of the stored dim over the pp
+        Stage by stage and, within one, round by round: sharding the stored dim over the pp
         axis gives each stage its own chunks.
         """
         sizes = [count for around in self.layers for count in around]
@@ -94,7 +94,7 @@ class Stages:
     def even(
         cls, num_layers: int, num_stages: int, *, micro_batches: int, num_rounds: int = 1
     ) -> "Stages":
-        """Layers dealt out as evenly as they go, larger chunks first: 30 over 4 is 8, 8, 7, 7.
+        """Layers assigned as evenly as they go, larger chunks first: 30 over 4 is 8, 8, 7, 7.
 
         Raises:
             BadStages: TP074, whatever `shared` raises.
@@ -107,10 +107,10 @@ class Stages:
     def shared(
         cls, num_layers: int, shares: Sequence[float], *, micro_batches: int, num_rounds: int = 1
     ) -> "Stages":
-        """Layers dealt out in proportion to what each stage can carry.
+        """Layers assigned in proportion to what each stage can carry.
 
         Each layer goes where it adds least to the longest time: to the chunk with the smallest
-        (layers + 1) / share, the first of equals. No other deal has a shorter longest chunk.
+        (layers + 1) / share, the first of equals. No other assignment has a shorter longest chunk.
 
         Args:
             num_layers: Layers of the model.

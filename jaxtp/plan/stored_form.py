@@ -1,8 +1,8 @@
 """Arrays that are stored in another form than the model has: pieces of a dim, zeros between them.
 
-One rule serves all of it. A dim is cut into pieces, each lies at the start of a block, all blocks
-are equally long, and zeros fill the rest. A padded vocabulary is one piece. Layers dealt out to
-pipeline stages are one piece a chunk, so that an even cut of the stored dim gives each stage its
+One rule serves all of it. A dim is a row of pieces, each lies at the start of a block, all blocks
+are equally long, and zeros fill the rest. A padded vocabulary is one piece. Layers assigned to
+pipeline stages are one piece a chunk, so that sharding the stored dim gives each stage its
 own.
 """
 
@@ -26,7 +26,7 @@ class Blocks:
     Attributes:
         dim: Which one.
         pieces: `(first, count)` of each block's piece, in elements of the logical dim; together
-            they are the whole dim, in any order.
+            they are all of the dim, in any order.
         block: Elements of every stored block.
     """
 

@@ -48,7 +48,7 @@ class Param:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the whole array, global."""
+        """Bytes of the array, global."""
         return self.size * itemsize(self.dtype)
 
 
@@ -235,7 +235,7 @@ def canonical(spec: PartitionSpec | Iterable[Any], rank: int, where: str = "") -
 
 
 def partition_spec(spec: Spec) -> PartitionSpec:
-    """The PartitionSpec of a canonical spec, without trailing Nones; `P()` for a whole array.
+    """The PartitionSpec of a canonical spec, without trailing Nones; `P()` for a replicated array.
 
     >>> partition_spec(((), ("tp",), ())) == PartitionSpec(None, "tp")
     True

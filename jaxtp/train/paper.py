@@ -100,7 +100,7 @@ def _offloaded(config: Config, plan: Plan) -> tuple[str, ...]:
 
 
 def strategies(config: Config, plan: Plan) -> tuple[str, ...]:
-    """Lines that compare ways to deal layers out to stages of different kinds; () for one kind.
+    """Lines that compare ways to assign layers to stages of different kinds; () for one kind.
 
     Args:
         config: Resolved settings.
@@ -176,7 +176,7 @@ def refuse_too_large(config: Config, state: TrainState, plan: Plan, target: Targ
     """Adds up what lives on each GPU for the whole run: no activation is counted.
 
     Raises:
-        DoesNotFit: TP114, if that is more than the card has.
+        DoesNotFit: TP114, if that is more than the GPU has.
     """
     held = state_bytes_per_device(state, slots(state, plan), plan.mesh)
     card = target.device.memory_bytes

@@ -198,7 +198,7 @@ def planned_step(
             return jax.value_and_grad(loss_fn)(params)
 
     def wide_gradients(params: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
-        # Inside, the batch is already cut: only tensor parallelism is left to the partitioner.
+        # Inside, the batch is already sharded: only tensor parallelism is left to the partitioner.
         inner = dataclasses.replace(plan, mesh=plan.mesh.without(Axis.that_shard(Shards.BATCH)))
 
         def local(params: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:

@@ -183,7 +183,7 @@ def plan_of(config: Config, model: models.Config, mesh: Mesh | Mapping[str, int]
 
 
 def stages_of(config: Config, model: models.Config) -> Stages | None:
-    """How the layers of a resolved config are dealt out; None without stages.
+    """How the layers of a resolved config are assigned; None without stages.
 
     Raises:
         BadConfig: TP020, for a target of several kinds that the settings do not allow.

@@ -151,7 +151,7 @@ class Step(Generic[State]):
         traced = self.jitted.trace(*arguments).jaxpr
         if not runs_in_stages(getattr(traced, "jaxpr", traced), plan.mesh.name_of(Axis.PP)):
             raise BadStages(
-                f"the plan deals layers out to {plan.stages.num_stages} stages along "
+                f"the plan assigns layers to {plan.stages.num_stages} stages along "
                 f"{plan.mesh.name_of(Axis.PP)}, and the step runs none of them there",
                 fix="run stacked layers with jaxtp.scan_layers instead of a scan",
             )

@@ -119,7 +119,7 @@ def make_update(
     """
     if plan.stages is not None and num_micro > 1:
         raise BadStages(
-            f"{num_micro} micro-batches, each cut into {plan.stages.micro_batches} for the stages",
+            f"{num_micro} micro-batches, each of {plan.stages.micro_batches} for the stages",
             where="num_micro",
             fix=f"num_micro=1, and stages with {num_micro * plan.stages.micro_batches}",
         )
@@ -216,8 +216,8 @@ def _accumulate(
     """One micro-batch after the other; only one set of activations is alive."""
 
     def split(x: jax.Array) -> jax.Array:
-        # Strided: every device cuts the rows it has. Contiguous micro-batches would each lie on a
-        # few devices alone.
+        # Strided: every device divides the rows it has. Contiguous micro-batches would each lie on
+        # a few devices alone.
         return jnp.moveaxis(x.reshape(x.shape[0] // num_micro, num_micro, *x.shape[1:]), 1, 0)
 
     def add(sums: PyTree, micro: PyTree) -> tuple[PyTree, None]:
@@ -239,11 +239,11 @@ def _reduce_once(
 ) -> tuple[jax.Array, PyTree]:
     """As `_accumulate`, with one reduction over the batch axes at the end.
 
-    Left to XLA, each layer of each micro-batch reduces its gradients. Whole gradients can be summed
-    on each device first; those that ZeRO cuts cannot, they would not fit.
+    Left to XLA, each layer of each micro-batch reduces its gradients. Replicated gradients can be
+    summed on each device first; those that ZeRO shards cannot, they would not fit.
     """
     axes = plan.mesh.batch
-    # Inside, the batch is already cut: only tensor parallelism is left to the partitioner.
+    # Inside, the batch is already sharded: only tensor parallelism is left to the partitioner.
     shape = plan.mesh.without(Axis.that_shard(Shards.BATCH))
     inner = dataclasses.replace(plan, mesh=shape)
     own_mesh = plan_mesh(mesh, plan.mesh)

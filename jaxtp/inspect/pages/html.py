@@ -14,7 +14,7 @@ class Node:
 
     Attributes:
         label: Text of the line.
-        kind: CSS class: "split", "whole", "fallback", "block", "note" or "plain".
+        kind: CSS class: "sharded", "replicated", "fallback", "block", "note" or "plain".
         path: What the search box matches, "" for lines that only group.
         drawing: SVG beside the label, "" without.
         children: Lines below.
@@ -71,7 +71,7 @@ body{font:14px/1.5 system-ui,sans-serif;margin:2rem;max-width:110rem;color:#222}
 ul{list-style:none;padding-left:1.2rem}li{margin:.15rem 0}summary{cursor:pointer}
 svg{vertical-align:middle;margin-right:.6rem}.same{fill:#ccc}
 span{font-family:ui-monospace,monospace;white-space:pre-wrap}
-.block{font-weight:600}.whole{color:#666}.fallback{color:#b45309}.note{color:#b91c1c}
+.block{font-weight:600}.replicated{color:#666}.fallback{color:#b45309}.note{color:#b91c1c}
 [hidden]{display:none}.gap{stroke:#888;stroke-dasharray:3}text{font-size:11px}#search{width:24rem;padding:.3rem}
 table{border-collapse:collapse}td,th{padding:.2rem .5rem;border:1px solid #ddd;text-align:right}
 th:first-child{text-align:left}

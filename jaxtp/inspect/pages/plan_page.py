@@ -1,4 +1,4 @@
-"""A plan as a page: every parameter drawn as a block, cut and coloured by device.
+"""A plan as a page: every parameter drawn as a block, divided and coloured by device.
 
 Everything becomes the same small `Node` tree first; `to_html` lowers it. Drawing never raises: what
 cannot be drawn is written.
@@ -56,19 +56,21 @@ def plan_sections(plan: Plan) -> tuple[Section, ...]:
     summary = (
         f"{len(plan.decisions)} parameters, {size:,.1f} MB; each device holds "
         f"{plan.bytes_per_device / 1e6:,.1f} MB. A colour is one device's share along the tensor "
-        "axis; grey is whole on every device. Repeated layers are one line."
+        "axis; grey is replicated. Repeated layers are one line."
     )
     first = tuple(_leaf(d, count, plan.mesh) for _, count, d in _needs_a_look(plan))
     stages = (f"stages: {plan.stages}",) if plan.stages else ()
     notes = tuple(Node(n, "note") for n in (*stages, *plan.notes))
     return (
-        Section("Look here first", f"{len(first)} fallbacks and whole matrices.", (*notes, *first)),
+        Section(
+            "Look here first", f"{len(first)} fallbacks and replicated matrices.", (*notes, *first)
+        ),
         Section("All parameters", summary, _tree(plan)),
     )
 
 
 def _needs_a_look(plan: Plan) -> list[tuple[str, int, ParamDecision]]:
-    """Folded rows that are narrower than the tensor axis or whole, the most bytes first."""
+    """Folded rows that are narrower than the tensor axis or replicated, the most bytes first."""
     rows = [r for r in plan.rows() if r[2].fallback or _is_whole_matrix(r[2], plan.mesh)]
     return sorted(rows, key=lambda r: -r[1] * r[2].bytes_per_device(plan.mesh))
 
@@ -108,7 +110,9 @@ def _leaf(d: ParamDecision, count: int, mesh: MeshShape, name: str = "") -> Node
     many = f" x{count}" if count > 1 else ""
     dtype = f"{d.dtype}{list(d.shape)}"
     each = f"{d.bytes_per_device(mesh) / 1e6:,.3f} MB/device"
-    kind = "fallback" if d.fallback else "split" if d.dim_on(mesh.tp) is not None else "whole"
+    kind = (
+        "fallback" if d.fallback else "sharded" if d.dim_on(mesh.tp) is not None else "replicated"
+    )
     facts = [f"path {d.path}", *d.reasons, *([f"fallback: {d.fallback}"] if d.fallback else [])]
     if d.group:
         facts.append(f"decided together with group {d.group}")
@@ -122,7 +126,7 @@ def _leaf(d: ParamDecision, count: int, mesh: MeshShape, name: str = "") -> Node
 
 
 def draw(d: ParamDecision, mesh: MeshShape, width: int = 96, height: int = 32) -> str:
-    """An SVG of one array as its last two dims, cut as the spec says and coloured by device.
+    """An SVG of one array as its last two dims, divided as the spec says and coloured by device.
 
     Args:
         d: The decision.
@@ -137,7 +141,9 @@ def draw(d: ParamDecision, mesh: MeshShape, width: int = 96, height: int = 32) -
     pieces = [_piece(i, shown, across, width, height) for i in range(shown)]
     if ways == 1:
         pieces = [f'<rect width="{width}" height="{height}" class="same"/>']
-    title = f"{ways} pieces, {mesh.tp_size // ways} copies of each" if dim is not None else "whole"
+    title = (
+        f"{ways} shards, {mesh.tp_size // ways} copies of each" if dim is not None else "replicated"
+    )
     return (
         f'<svg width="{width}" height="{height}" role="img"><title>{title}</title>'
         f"{''.join(pieces)}</svg>"

@@ -276,7 +276,7 @@ def _window(given: Fields, where: str) -> Fields:
 
 
 def _inner(given: Fields, where: str) -> Fields:
-    """GPT-2's MLP is four times as wide as the stream; another width is refused."""
+    """GPT-2's MLP is four times as wide as the residual stream; another width is refused."""
     inner, hidden = given.get("n_inner"), given.get("n_embd")
     if inner is not None and (not isinstance(hidden, int) or inner != 4 * hidden):
         raise _refuse(where, f"n_inner is {inner}", f"null, or 4 x n_embd; n_embd is {hidden}")

@@ -197,7 +197,7 @@ def _fetched(
 
 
 def _fetch(leaf: Any, index: tuple[int, ...], shape: tuple[int, ...], how: Storage) -> NDArray[Any]:
-    """One stored tensor of a parameter, whole in this process."""
+    """One stored tensor of a parameter, replicated in this process."""
     core = shape[len(index) :]
     if not isinstance(leaf, jax.Array):
         leaf, index = np.asarray(leaf)[index], ()

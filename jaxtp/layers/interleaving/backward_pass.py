@@ -2,7 +2,7 @@
 
 A turn holds one half's block, recomputed and differentiated, and the other half's message: the
 cotangent of its block's input, of which each device knows the part that its weights see. A block
-has two to three times the work of the forward pass, so no piece of it need be cut.
+has two to three times the work of the forward pass, so no part of it need be divided.
 """
 
 import functools

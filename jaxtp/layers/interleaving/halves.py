@@ -28,11 +28,11 @@ def interleave(
     Args:
         branches: Of a layer, in order; parameters stacked over layers.
         x_BTD: The residual stream in front of the first layer.
-        context: What blocks take beside their input, for the whole batch.
+        context: What blocks take beside their input, for all of the batch.
         active: The plan in force.
 
     Raises:
-        NotInterleaved: TP073, if the batch on a device is odd, sequence parallelism cuts the
+        NotInterleaved: TP073, if the batch on a device is odd, sequence parallelism shards the
             residual stream, or a block is not a sum of parts under this plan.
     """
     num_replicas = active.shape.ways(active.shape.batch)
@@ -43,7 +43,7 @@ def interleave(
         )
     if active.sequence_parallel:
         raise NotInterleaved(
-            "sequence parallelism cuts the residual stream", fix="one of the two, not both"
+            "sequence parallelism shards the residual stream", fix="one of the two, not both"
         )
     stack = Stack(
         branches=tuple(branches),

@@ -22,7 +22,7 @@ from jaxtp.plan.trees import PyTree, flatten, leaves, map_with_path
 from jaxtp.rules.roles import Role
 
 CUT = (Role.COLUMN, Role.COLUMN_BIAS, Role.ROW)
-WHOLE = (Role.NORM, Role.REPLICATED)
+ON_ALL = (Role.NORM, Role.REPLICATED)
 
 Context = Mapping[str, jax.Array | None]
 """Arrays `(batch or 1, ...)` that blocks take beside their input, by name; no gradients."""
@@ -55,9 +55,9 @@ class Cut:
     """How a weight of one layer comes to the devices.
 
     Attributes:
-        dim: The dim that is cut, without the layer dim; None for a weight that all have whole.
+        dim: The dim that is sharded, without the layer dim; None for a replicated weight.
         ways: In how many pieces; fewer than the devices where some share a piece.
-        added_once: A bias behind the row product: whole, and added to the sum.
+        added_once: A bias behind the row product: replicated, and added to the sum.
     """
 
     dim: int | None = None
@@ -115,7 +115,7 @@ class Partial:
         """One layer's weights with an entry per device, (W, ...), products' weights in `dtype`.
 
         Cast before both halves use them, so that their gradients are added in that type, as one
-        product over the whole batch would.
+        product over all of the batch would.
         """
 
         def leaf(path: str, w: jax.Array) -> jax.Array:
@@ -147,11 +147,11 @@ class Partial:
 
 
 def partial_of(branch: Branch, active: ActivePlan) -> Partial:
-    """The block of a branch, cut as the plan in force cuts its weights.
+    """The block of a branch, divided as the plan in force shards its weights.
 
     Raises:
         NotInterleaved: TP073, if its parts do not add up to the block: a weight that the plan does
-            not know or does not cut over all tensor axes, experts, no or several row products.
+            not know or does not shard over all tensor axes, experts, no or several row products.
     """
     shapes = {path: param.shape for path, param in flatten(branch.block_params).items()}
     found = {path: _decision(f"{branch.name}/{path}", shapes[path], active) for path in shapes}
@@ -192,7 +192,7 @@ def _cut(decision: ParamDecision, active: ActivePlan) -> Cut:
         return Cut(added_once=True)
     elif decision.role in CUT and len(dims) == 1 and along[dims[0]] in _prefixes(decision, active):
         return Cut(dims[0] - 1, shape.ways(along[dims[0]]))
-    elif decision.role in WHOLE and not dims:
+    elif decision.role in ON_ALL and not dims:
         return Cut()
     else:
         problem = f"a {decision.role} parameter with {shape.ways(sum(along, ()))} parts"
@@ -204,7 +204,7 @@ def _cut(decision: ParamDecision, active: ActivePlan) -> Cut:
 
 
 def _prefixes(decision: ParamDecision, active: ActivePlan) -> list[tuple[str, ...]]:
-    """Tensor axes that may cut a weight: all of them for a row product, whose parts add up.
+    """Tensor axes that may shard a weight: all of them for a row product, whose parts add up.
 
     Fewer will do for a column whose units several devices share, such as kv heads.
     """
