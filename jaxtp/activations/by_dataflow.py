@@ -120,7 +120,7 @@ class _Placer:
 
         def value_of(var: Any) -> Any:
             value = var.val if isinstance(var, Literal) else known[var]
-            return value.whole() if isinstance(value, Pieces) else value
+            return value.joined() if isinstance(value, Pieces) else value
 
         for position, equation in enumerate(jaxpr.eqns):
             raw = [known.get(var) for var in equation.invars if not isinstance(var, Literal)]
