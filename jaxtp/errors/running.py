@@ -81,6 +81,32 @@ class CheckpointMismatch(JaxtpError, ValueError):
     code = "TP091"
 
 
+class RunFolderTaken(JaxtpError, RuntimeError):
+    """A run folder belongs to another run that still lives.
+
+    Why it matters: two runs in one folder set each other's checkpoints aside and mix their metrics.
+    Example: a job that was queued again while its predecessor is still saving.
+    Fix: the message names the process, its host and how to take the folder over. A dead owner is
+    outlived: at once on its own machine, elsewhere after a minute without a heartbeat. The exit
+    code is 75, since the same command may work a little later.
+    """
+
+    code = "TP092"
+    exit_code = 75
+
+
+class BadRunFolder(JaxtpError, OSError):
+    """A run folder cannot be written to, or not any more.
+
+    Example: a read-only or full disk; a folder that was moved, deleted, or taken over by another
+    run while this one was frozen.
+    Fix: the message says what the file system answered and what helps. The run is not started again
+    by itself: it would end in the same way.
+    """
+
+    code = "TP093"
+
+
 class BadWeights(JaxtpError, ValueError):
     """A Hugging Face folder is damaged, or holds other tensors than its config asks for.
 
