@@ -31,7 +31,7 @@ from jaxtp.config.settings import Config, load, settings
 from jaxtp.errors import BadCheckpoint, TrainingDiverged
 from jaxtp.io.checkpoints import Checkpoints
 from jaxtp.processes.faults import exit_with
-from jaxtp.train import watch
+from jaxtp.train import run_folder, watch
 from jaxtp.train.loop import fit
 from jaxtp.train.meter import Meter
 from jaxtp.train.metrics import METRICS_FILE
@@ -62,6 +62,13 @@ def main(config: Config) -> int:
         timeout=config.faults.start_timeout,
         heartbeat_timeout=config.faults.heartbeat_timeout,
     )
+    with run_folder.hold(folder, say=say):
+        return train(config, checkpoints)
+
+
+def train(config: Config, checkpoints: Checkpoints) -> int:
+    """The run, in a folder that is its own; returns the exit code."""
+    folder = config.run.folder
     probe(config)
     setup = prepare(config)
     config = setup.config

@@ -1,6 +1,7 @@
 """Optimizers by name, schedules, clipping, loss scaling, packed losses, micro-batches."""
 
 import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +14,12 @@ from hybrid_runs import MODELS, batch, prepare, reference, train
 import jaxtp
 from jaxtp import models
 from jaxtp.config.settings import Optimizer, Precision
-from jaxtp.errors import BadConfig
+from jaxtp.errors import BadConfig, TrainingDiverged
+from jaxtp.train.guard import MOST_SKIPPED, Guard
 from jaxtp.train.language import NextToken, positions, predicted
+from jaxtp.train.loop import fit
 from jaxtp.train.optimizer import build_optimizer, build_schedule
-from jaxtp.train.update import LossScale, init_state, to_host
+from jaxtp.train.update import LossScale, init_state, make_update, to_host
 
 
 @pytest.mark.parametrize(
@@ -138,6 +141,32 @@ def test_fixed_loss_scale_stays():
     for number in range(3):
         state, _ = step(state, batch(number))
     assert float(state.loss_scale.scale) == 4
+
+
+class Overflowing:
+    """A loss of 1 whose gradients are 1e30 everywhere, so that their norm is infinite."""
+
+    def total(self, params, batch):
+        zeros = [(x - jax.lax.stop_gradient(x)).sum() for x in jax.tree.leaves(params)]
+        return 1.0 + 1e30 * sum(zeros)
+
+    def count(self, batch):
+        return jnp.float32(1)
+
+
+@pytest.mark.parametrize(("fixed", "steps"), [(0.0, 15 + MOST_SKIPPED), (4.0, MOST_SKIPPED)])
+def test_steps_that_overflow_at_one_scale_end_the_run(tmp_path, fixed, steps):
+    mesh, precision = jaxtp.make_mesh(tp=8), dataclasses.replace(FLOAT16, loss_scale=fixed)
+    params = {"mlp": {"up_proj": jnp.ones((4, 8)), "down_proj": jnp.ones((8, 4))}}
+    plan, (tx, schedule) = jaxtp.make_plan(params, mesh), build_optimizer(Optimizer(), 200)
+    state = jaxtp.shard(init_state(params, tx, precision), mesh, plan=plan)
+    step = jax.jit(make_update(Overflowing(), tx, schedule, plan, mesh, precision=precision))
+    with pytest.raises(TrainingDiverged, match="of 20 steps in a row, .* at a loss scale of [14],"):
+        fit(step, state, lambda _: jnp.zeros((2, 5)), num_steps=200, folder=tmp_path)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["skipped_steps"] for line in lines] == list(range(1, steps + 1))
+    # A restart goes on counting.
+    assert Guard("", lines=lines).num_skipped == steps
 
 
 def test_offloaded_state_stays_on_the_host_and_changes_no_number():

@@ -3,7 +3,8 @@
 import collections
 import math
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,25 +19,40 @@ WINDOW = 64
 FEWEST = 8
 """Steps before a median means anything."""
 
+MOST_SKIPPED = 20
+"""Steps in a row that overflow at one loss scale. An adaptive scale halves at each, so this says
+that it cannot fall further, and of a fixed one that it never fits; single overflows are usual."""
+
 
 class Guard:
     """Looks at one run.
 
+    Args:
+        where: As below.
+        spike_factor: As below.
+        lines: Of `metrics.jsonl`, from before a restart.
+
     Attributes:
         where: What errors name as their place.
         spike_factor: How many times its recent median a loss may be; 0 allows all.
+        num_skipped: Steps without an update so far, since their gradients overflowed under a loss
+            scale.
     """
 
-    def __init__(self, where: str, spike_factor: float = 0, losses: Iterable[float] = ()) -> None:
+    def __init__(
+        self, where: str, spike_factor: float = 0, lines: Sequence[Mapping[str, Any]] = ()
+    ) -> None:
         self.where, self.spike_factor = where, spike_factor
-        self._losses = collections.deque(losses, maxlen=WINDOW)
+        self.num_skipped = lines[-1].get("skipped_steps", 0) if lines else 0
+        self._losses = collections.deque((line["loss"] for line in lines), maxlen=WINDOW)
+        self._scale, self._in_a_row = math.inf, 0
 
     def problem(self, step: int, record: Mapping[str, float]) -> TrainingDiverged | None:
         """What is wrong with the numbers of a step, if anything; remembers its loss.
 
         Args:
             step: Its number.
-            record: loss, perhaps grad_norm and loss_scale.
+            record: loss, perhaps grad_norm (of the unscaled gradients) and loss_scale.
         """
         loss, norm = record["loss"], record.get("grad_norm", 0.0)
         before = f"{self._losses[-1]:.4f}" if self._losses else "nothing"
@@ -47,6 +63,8 @@ class Guard:
             return self._diverged(
                 f"the norm of the gradients is {norm} at step {step}, with a loss of {loss:.4f}"
             )
+        if problem := self._overflow(step, norm, record.get("loss_scale")):
+            return problem
         usual = statistics.median(self._losses) if len(self._losses) >= FEWEST else math.inf
         if self.spike_factor and loss > self.spike_factor * usual:
             return self._diverged(
@@ -56,6 +74,23 @@ class Guard:
             )
         self._losses.append(loss)
         return None
+
+    def _overflow(self, step: int, norm: float, scale: float | None) -> TrainingDiverged | None:
+        if math.isfinite(norm) or scale is None:
+            self._in_a_row = 0
+            return None
+        self.num_skipped += 1
+        self._in_a_row = self._in_a_row + 1 if scale == self._scale else 1
+        self._scale = scale
+        if self._in_a_row < MOST_SKIPPED:
+            return None
+        return TrainingDiverged(
+            f"the gradients of {MOST_SKIPPED} steps in a row, up to step {step}, overflowed at a "
+            f"loss scale of {scale:g}, so no parameter has changed",
+            where=self.where,
+            fix="precision.compute=bfloat16, which has the range of float32; or a smaller "
+            "precision.loss_scale where it is fixed; or a lower learning rate",
+        )
 
     def check_parameters(self, step: int, state: PyTree) -> None:
         """Refuses to save parameters that the update of this very step has broken.

@@ -9,6 +9,7 @@ import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from jaxtp.train import run_folder
 from jaxtp.train.guard import Guard
 from jaxtp.train.metrics import Line, MetricsFile
 
@@ -38,8 +39,10 @@ def fit(
 
     Writes one JSON object a step to `folder/metrics.jsonl`: step (from 1), every scalar that `step`
     returns (loss, grad_norm, lr), tokens_per_s (over all devices), step_seconds (the first step's
-    includes compilation), what `measure` adds, and validation_loss where evaluated. A number that
-    is not finite is null.
+    includes compilation), what `measure` adds, validation_loss where evaluated, and under a loss
+    scale skipped_steps (how many so far had no update). A number that is not finite is null.
+
+    The folder belongs to this run until it returns, see `jaxtp.train.run_folder`.
 
     Args:
         step: `(state, batch) -> (state, {"loss": ..., ...})`; may donate the state.
@@ -62,10 +65,17 @@ def fit(
 
     Raises:
         TrainingDiverged: TP131, at the first step whose loss or gradient is not finite, whose loss
-            is too far above the last ones, or whose parameters are not finite when it is to save.
+            is too far above the last ones, or whose parameters are not finite when it is to save;
+            and after 20 steps in a row whose gradients overflow at one loss scale.
+        RunFolderTaken: TP092, if the folder belongs to another run that still lives.
+        BadRunFolder: TP093, if the folder cannot be written to, or was taken over.
     """
-    with MetricsFile(folder, first_step) as log, _progress(console) as bar:
-        guard = Guard(str(log.path), spike_factor, [line["loss"] for line in log.kept])
+    with (
+        run_folder.hold(folder) as lease,
+        MetricsFile(folder, first_step, lease) as log,
+        _progress(console) as bar,
+    ):
+        guard = Guard(str(log.path), spike_factor, log.kept)
         task = bar.add_task("compiling", total=num_steps, completed=first_step)
         batch = batches(first_step)
         for number in range(first_step + 1, num_steps + 1):
@@ -77,6 +87,8 @@ def fit(
             record |= {"tokens_per_s": tokens / seconds, "step_seconds": seconds}
             record |= measure(seconds)
             problem = guard.problem(number, record)
+            if "loss_scale" in record:
+                record["skipped_steps"] = guard.num_skipped
             is_due = _is_due(number, eval_every, num_steps)
             if evaluate is not None and is_due and problem is None:
                 record["validation_loss"] = evaluate(state)
@@ -92,6 +104,7 @@ def fit(
             is_saved = save_every and (is_asked or _is_due(number, save_every, num_steps))
             if save is not None and is_saved:
                 guard.check_parameters(number, state)
+                log.check()
                 save(number, state)
                 bar.console.print(f"step {number:>5} of {num_steps}  checkpoint")
             if is_asked:

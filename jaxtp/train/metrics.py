@@ -9,6 +9,8 @@ from typing import Any
 
 import jax
 
+from jaxtp.train.run_folder import RunFolder
+
 METRICS_FILE = "metrics.jsonl"
 
 Line = Mapping[str, float | None]
@@ -17,13 +19,18 @@ Line = Mapping[str, float | None]
 class MetricsFile:
     """The file of one run, written by the first process.
 
+    Args:
+        folder: The run's; made if missing.
+        first_step: Steps done so far; lines of later ones are dropped.
+        lease: On the folder, in the process that has it.
+
     Attributes:
         path: Where it is.
         kept: Lines of the steps before this start.
     """
 
-    def __init__(self, folder: Path, first_step: int = 0) -> None:
-        self.path = folder / METRICS_FILE
+    def __init__(self, folder: Path, first_step: int = 0, lease: RunFolder | None = None) -> None:
+        self.path, self._lease = folder / METRICS_FILE, lease
         self.kept = _lines(self.path, first_step)
         self._file = None
         if jax.process_index() == 0:
@@ -35,12 +42,27 @@ class MetricsFile:
             self._file = self.path.open("a", buffering=1)
 
     def write(self, step: int, record: Mapping[str, float]) -> Line:
-        """Appends one line, and returns it; a number that is not finite is null."""
+        """Appends one line, and returns it; a number that is not finite is null.
+
+        Raises:
+            BadRunFolder: TP093, if another run has taken the folder over.
+        """
+        if self._lease is not None:
+            self._lease.check()
         finite = {name: v if math.isfinite(v) else None for name, v in record.items()}
         line: Line = {"step": step, **finite}
         if self._file is not None:
             self._file.write(json.dumps(line) + "\n")
         return line
+
+    def check(self) -> None:
+        """Raises if another run has taken the folder over, having looked at it now.
+
+        Raises:
+            BadRunFolder: TP093.
+        """
+        if self._lease is not None:
+            self._lease.check(now=True)
 
     def __enter__(self) -> "MetricsFile":
         return self

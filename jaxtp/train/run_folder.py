@@ -212,11 +212,15 @@ def _take(folder: Path, say: Callable[[str], None]) -> Owner:
             _outlive(folder, newest, say)
         owner = _this_process((newest.number if newest else 0) + 1)
         # Looked for once more: a directory that was read from a cache may have lacked the newest.
-        if _create(folder, owner) and _newest(folder) == owner:
+        if not _create(folder, owner):
+            continue
+        own = _file_of(folder, owner.number)
+        if _newest(folder) == owner:
             for path in folder.glob(f"{PREFIX}*{SUFFIX}"):
-                if path != _file_of(folder, owner.number):
+                if path != own:
                     path.unlink(missing_ok=True)
             return owner
+        own.unlink(missing_ok=True)
 
 
 def _outlive(folder: Path, owner: Owner, say: Callable[[str], None]) -> None:
