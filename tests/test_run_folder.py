@@ -168,7 +168,7 @@ def test_disks_that_refuse_are_coded(tmp_path):
         with hold(tmp_path), open("/dev/full", "w") as file:
             file.write("x")
 
-    with pytest.raises(BadRunFolder, match="cannot be written: No space left .*\n.*make room on"):
+    with pytest.raises(BadRunFolder, match=r"cannot be written: No space left .*\n.*make room on"):
         fill()
     assert owners(tmp_path) == []
     with pytest.raises(FileNotFoundError), hold(tmp_path):

@@ -286,8 +286,8 @@ def _newest(folder: Path) -> Owner | None:
         except FileNotFoundError:
             continue
         except (ValueError, TypeError):  # just being written, or written by another version
-            unknown = {"token": "", "host": "?", "pid": 0, "kernel": "", "started": 0}
-            return Owner(number=number, since="?", command="?", **unknown)
+            empty = {field.name: "" for field in dataclasses.fields(Owner)}
+            return Owner(**empty | {"number": number, "host": "?", "pid": 0, "started": 0})  # pyright: ignore[reportArgumentType]
     return None
 
 
