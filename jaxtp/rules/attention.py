@@ -11,13 +11,13 @@ from jaxtp.rules.heads import Heads
 from jaxtp.rules.model_tree import Leaf, ModelTree, ancestors, lowest_common
 from jaxtp.rules.path_words import head_norm
 from jaxtp.rules.roles import Placement, Role, Source, Vote
-from jaxtp.rules.words import ATTENTION, ENTERS_ATTENTION, Word
+from jaxtp.rules.words import ATTENTION, ENTERS_ATTENTION, FUSED_QKV, Word
 
 KV_WORDS = frozenset({Word.K, Word.V, Word.KV})
 NARROWEST_HEAD = 8
 """No head is narrower, in elements: the product of queries and keys needs a multiple of 8."""
 
-PARTED = frozenset({Word.QKV, Word.KV, Word.QKV_PER_HEAD})
+PARTED = FUSED_QKV | {Word.KV}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -143,6 +143,8 @@ def _heads(
         return Heads(whole.size, count, f"kernel of {whole.size} heads x {whole.head_dim}")
     # A query wider than the output carries a gate beside each head, or a position part.
     kv_size = whole.size if kv is None or kv.size > whole.size else kv.size
+    grouped = next((s for s in kernels if _kv_width(s, slots)), None)
+    kv_size = kv_size if grouped is None else _kv_width(grouped, slots)
     return heads.count(tree.dims, whole.size, kv_size, norms, tables)
 
 
@@ -168,7 +170,7 @@ def _group_votes(
             yield whole(Role.LOW_RANK, "low-rank factor: small, and its rank stays together")
         elif slot is None or found is None:
             yield whole(Role.UNKNOWN, f"{word}, but the number of heads is unknown; give heads=")
-        elif not (slot.parted or _per_head(slot, slots)):
+        elif not (slot.parted or _per_head(slot, slots) or _kv_width(slot, slots)):
             yield whole(
                 Role.FUSED, f"{word} share {slot.size}, one after another or in unknown order"
             )
@@ -182,9 +184,24 @@ def _per_head(slot: Projection, slots: list[Projection]) -> bool:
     return slot.leaf.name.word is Word.QKV_PER_HEAD and outputs == {slot.size // 3}
 
 
+def _kv_width(slot: Projection, slots: list[Projection]) -> int:
+    """Width of all keys in a projection that holds them per kv head, 0 if it holds none so.
+
+    Queries are as wide as the output; with as many kv heads as heads the order is open.
+    """
+    words = (Word.QKV_PER_GROUP, Word.QKV_PER_HEAD)
+    outputs = {s.size for s in slots if s.leaf.name.word is Word.O and not s.leaf.name.bias}
+    if slot.leaf.name.word not in words or slot.head_dim or len(outputs) != 1:
+        return 0
+    (query,) = outputs
+    rest = slot.size - query
+    return rest // 2 if 0 < rest < 2 * query and rest % 2 == 0 else 0
+
+
 def _head_vote(name: str, slot: Projection, found: Heads) -> Vote:
     word = slot.leaf.name.word
-    units = found.kv_units if word in KV_WORDS else found.query_units
+    grouped = slot.leaf.name.word in FUSED_QKV and found.kv < found.query
+    units = found.kv_units if word in KV_WORDS or grouped else found.query_units
     count = math.prod(units)
     role = Role.ROW if word is Word.O else Role.COLUMN_BIAS if slot.leaf.name.bias else Role.COLUMN
     if slot.size % count or not _holds(slot, found):

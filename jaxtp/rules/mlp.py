@@ -99,7 +99,7 @@ def votes(tree: ModelTree) -> Iterator[Vote]:
     for leaf in tree.leaves.values():
         if leaf.name.bias:
             biases[leaf.name.stem].append(leaf)
-        elif leaf.name.word not in NOT_MLP and (len(leaf.core) in (2, 3) or 2 in leaf.sizes):
+        elif leaf.name.word not in NOT_MLP and (len(_dims(leaf)) in (2, 3) or 2 in leaf.sizes):
             pending[leaf.nodes[0]].append(leaf)
     nodes = dict.fromkeys(n for leaf in tree.leaves.values() for n in leaf.nodes)
     for node in sorted(nodes, key=lambda n: (-n.count("/") - bool(n), n)):
@@ -125,8 +125,14 @@ def _sizes_near(tree: ModelTree, named: set[Word]) -> defaultdict[str, set[int]]
     return found
 
 
+def _dims(leaf: Leaf) -> tuple[int, ...]:
+    """The dims of a matrix, without a pointwise convolution's window of one."""
+    pointwise = leaf.name.word in (Word.IN, Word.OUT) and len(leaf.core) > 2
+    return tuple(d for d in leaf.core if not pointwise or leaf.param.shape[d] > 1)
+
+
 def _views(leaf: Leaf) -> Iterator[Matrix]:
-    dims = leaf.core
+    dims = _dims(leaf)
     apart = next((d for d in dims if leaf.param.shape[d] == 2), None) if len(dims) > 2 else None
     if apart is not None or len(dims) == 2:  # gate and up may have a dim of their own
         yield from _views_of(leaf, tuple(d for d in dims if d != apart))

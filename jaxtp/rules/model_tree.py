@@ -11,7 +11,7 @@ from jaxtp.plan.trees import Param
 from jaxtp.rules import path_words
 from jaxtp.rules.model_dims import ModelDims
 from jaxtp.rules.path_words import Name
-from jaxtp.rules.words import Word
+from jaxtp.rules.words import FUSED_QKV, Word
 
 
 @dataclasses.dataclass(slots=True)
@@ -89,6 +89,8 @@ def read(params: Mapping[str, Param], dims: ModelDims) -> ModelTree:
         for path, param in params.items()
     }
     _mark_listed_biases(leaves.values())
+    _mark_bias_modules(leaves.values())
+    _mark_outputs(leaves.values())
     streams = {dims.hidden_size} - {0}
     for leaf in leaves.values():
         shape = leaf.param.shape
@@ -157,13 +159,19 @@ def lowest_common(
 
 
 def _attention_nodes(params: Mapping[str, Param]) -> frozenset[str]:
-    """Nodes that hold a query, a key and a value, whatever they are called."""
+    """Nodes that hold a query, a key and a value, fused or not, whatever they are called."""
     children: defaultdict[str, set[Word]] = defaultdict(set)
     for path in params:
         parts = path.split("/")
         for i in range(max(0, len(parts) - 2), len(parts)):
             children["/".join(parts[:i])].add(path_words.attention_word(parts[i]))
-    return frozenset(n for n, found in children.items() if {Word.Q, Word.K, Word.V} <= found)
+    together = (
+        {Word.Q, Word.K, Word.V},
+        {Word.Q, Word.KV},
+        {Word.Q, Word.KV_UP},
+        {Word.Q_UP, Word.KV_UP},
+    )
+    return frozenset(n for n, found in children.items() if any(t <= found for t in together))
 
 
 def _mark_listed_biases(leaves: Iterable[Leaf]) -> None:
@@ -177,6 +185,35 @@ def _mark_listed_biases(leaves: Iterable[Leaf]) -> None:
         if ranks.count(1) == 1 and len(items) == 2:
             for leaf in items:
                 leaf.name = leaf.name._replace(stem=node, bias=len(leaf.param.shape) == 1)
+
+
+def _mark_bias_modules(leaves: Iterable[Leaf]) -> None:
+    """A module "bias" beside the one module that holds the kernel has the stem of that kernel."""
+    beside: defaultdict[str, list[Leaf]] = defaultdict(list)
+    for leaf in leaves:
+        beside[leaf.name.stem.rpartition("/")[0]].append(leaf)
+    for items in beside.values():
+        kernels = [leaf for leaf in items if not leaf.name.bias and len(leaf.sizes) > 1]
+        for leaf in items if len(kernels) == 1 else ():
+            if leaf.name.bias and leaf.name.stem.endswith("/"):
+                kernel = kernels[0].name
+                leaf.name = leaf.name._replace(stem=kernel.stem, word=kernel.word)
+
+
+def _mark_outputs(leaves: Iterable[Leaf]) -> None:
+    """Beside an output that has the queries' sizes turned, others ("dense_proj") are none."""
+    beside: defaultdict[str, list[Leaf]] = defaultdict(list)
+    for leaf in leaves:
+        beside[leaf.name.stem.rpartition("/")[0]].append(leaf)
+    for items in beside.values():
+        kernels = [leaf for leaf in items if not leaf.name.bias and len(leaf.sizes) == 2]
+        turned = {leaf.sizes[::-1] for leaf in kernels if leaf.name.word is Word.Q}
+        outputs = [leaf for leaf in kernels if leaf.name.word is Word.O]
+        fits = {leaf.name.stem for leaf in outputs if leaf.sizes in turned}
+        others = {leaf.name.stem for leaf in outputs if leaf.sizes not in turned} if fits else ()
+        for leaf in items:
+            if leaf.name.stem in others:
+                leaf.name = leaf.name._replace(word=Word.NONE)
 
 
 def _mark_stacks(
@@ -233,7 +270,7 @@ def _order(leaves: Iterable[Leaf], streams: frozenset[int]) -> dict[str, int]:
             order.update(dict.fromkeys(kernel.nodes, a - b))
     if any(order.values()):
         return order
-    enters = {Word.IN, Word.IN_FUSED, Word.Q, Word.K, Word.V, Word.QKV, Word.QKV_PER_HEAD}
+    enters = FUSED_QKV | {Word.IN, Word.IN_FUSED, Word.Q, Word.K, Word.V}
     kinds = {(k.name.word, k.sizes) for k in kernels.values() if k.name.word in enters}
     return {"": sum((sizes[1] in streams) - (sizes[0] in streams) for _, sizes in kinds)}
 

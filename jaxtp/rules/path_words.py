@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from jaxtp.rules.words import (
     ANYWHERE,
+    AROUND,
     ATTENTION_BLOCK,
     BIASES,
     EXPERT_BLOCK,
@@ -16,7 +17,9 @@ from jaxtp.rules.words import (
     IN_ATTENTION,
     IN_MLP,
     LEAVES,
+    MLP_BLOCK,
     SHARED_EXPERT,
+    WRAPPERS,
     Word,
 )
 
@@ -56,7 +59,9 @@ def _match(rules: tuple[tuple[str, Word], ...], text: str) -> Word:
 
 def attention_word(part: str) -> Word:
     """What one path part would mean inside attention."""
-    return _match(IN_ATTENTION, spaced(part).removesuffix(" bias").strip())
+    name = spaced(part).removesuffix(" bias").strip()
+    word = _match(IN_ATTENTION, AROUND.sub("", name))
+    return _match(IN_ATTENTION, name) if word is Word.NONE else word
 
 
 def head_norm(stem: str) -> str:
@@ -92,15 +97,17 @@ def read(path: str, attention: frozenset[str] = frozenset()) -> Name:
     parts = [spaced(p) for p in raw]
     leaf = parts[-1]
     modules = parts[:-1] if leaf in LEAVES and len(parts) > 1 else parts
+    while len(modules) > 1 and len(modules) < len(parts) and modules[-1] in WRAPPERS:
+        modules = modules[:-1]
     bias = leaf in BIASES or leaf.endswith(" bias")
     context = "/".join(modules)
     experts = bool(EXPERT_BLOCK.search(context)) and not SHARED_EXPERT.search(context)
-    near = range(max(0, len(modules) - 3), len(modules))
     inside = len(modules) == 1 and "" in attention
-    inside = inside or any(
-        ATTENTION_BLOCK.search(modules[i]) or (attention and "/".join(raw[: i + 1]) in attention)
-        for i in near
-    )
+    for i in range(max(0, len(modules) - 3), len(modules)):
+        known = attention and "/".join(raw[: i + 1]) in attention
+        inside = bool(known or ATTENTION_BLOCK.search(modules[i])) or (
+            inside and not MLP_BLOCK.search(modules[i])
+        )
     stem = "/".join(raw[: len(modules)])
     stem = re.sub(r"[_.]?bias$", "", stem) if bias else stem
     return Name(_word(modules, leaf, inside), bias, experts, stem)
@@ -110,18 +117,22 @@ def _word(modules: list[str], leaf: str, in_attention: bool) -> Word:
     own = [m for m in modules if not m.isdigit()][-2:]
     name = own[-1].removesuffix(" bias").strip() if own else leaf
     word = _match(ANYWHERE, name)
-    if len(own) > 1 and name in GENERIC and _match(ANYWHERE, own[-2]) is Word.ROUTER:
-        word = Word.ROUTER
+    around = _match(ANYWHERE, own[-2]) if len(own) > 1 and name in GENERIC else Word.NONE
+    if around in (Word.ROUTER, Word.HEAD):
+        word = around
     if word is Word.TOKENS and leaf == "kernel":
         return Word.CONV  # a table is looked up, never multiplied: this embeds patches
     if word is not Word.NONE:
         return word
     if in_attention:
-        word = _match(IN_ATTENTION, name)
-        # Megatron-LM's self_attention.query_key_value holds (heads, 3, head_dim); elsewhere the
-        # name says nothing about the order.
+        word = attention_word(name)
+        # Megatron-LM's self_attention.query_key_value holds (heads, 3, head_dim), or with fewer kv
+        # heads (kv heads, queries + 2, head_dim), and so do wqkv of others; elsewhere the name says
+        # nothing about the order.
         if word is Word.QKV and own[-2:] == ["self attention", "query key value"]:
             return Word.QKV_PER_HEAD
+        if word is Word.QKV and name == "wqkv":
+            return Word.QKV_PER_GROUP
         if word is not Word.NONE:
             return word
     if len(own) > 1 and re.search(r"^(lm head|predictions|cls)$", own[-2]):

@@ -28,6 +28,9 @@ LEAVES = frozenset(
 )
 """Last path parts that say what kind of array it is, but not what it is for."""
 
+WRAPPERS = frozenset(["kernel", "weight", "weights", "w"])
+"""Of `LEAVES` those that may also be modules around the array: they say no more as such."""
+
 GENERIC = frozenset(["layer", "linear", "dense", "classifier", "proj", "w"])
 """Modules named after what they are; the module around them says what they are for."""
 
@@ -43,6 +46,7 @@ class Word(StrEnum):
     KV = "key and value"
     QKV = "query, key and value"
     QKV_PER_HEAD = "query, key and value, per head"
+    QKV_PER_GROUP = "query, key and value, per kv head"
     LOW_RANK = "low-rank factor"
     Q_UP = "query up-projection"
     KV_UP = "key/value up-projection"
@@ -60,10 +64,10 @@ class Word(StrEnum):
     NONE = ""
 
 
-ATTENTION = frozenset(
-    {Word.Q, Word.K, Word.V, Word.KV, Word.QKV, Word.QKV_PER_HEAD, Word.O}
-    | {Word.LOW_RANK, Word.Q_UP, Word.KV_UP}
-)
+FUSED_QKV = frozenset({Word.QKV, Word.QKV_PER_HEAD, Word.QKV_PER_GROUP})
+ATTENTION = FUSED_QKV | {
+    *(Word.Q, Word.K, Word.V, Word.KV, Word.O, Word.LOW_RANK, Word.Q_UP, Word.KV_UP)
+}
 ENTERS_ATTENTION = ATTENTION - {Word.O, Word.LOW_RANK}
 
 # Rules are tried in this order on the module's own name, lower case, digits kept. `^` and `$` are
@@ -74,40 +78,50 @@ ANYWHERE: tuple[tuple[str, Word], ...] = (
     (r"\blora\b|\badapter\b", Word.LOW_RANK),
     (r"\brel\b|\brelpos|\brelative|\bt5 bias|alibi|\bsinks?\b", Word.HEAD_TABLE),
     (
-        r"\bpos(emb\w*)?\b|position|\bwpe\b|token type|segment|\btype emb|timestep|time emb",
+        r"\bpos(emb\w*)?\b|position|\bwpe\b|token type|segment|\btype emb|timestep|time emb|"
+        r"rotary|\brope\b|\bfreqs?\b",
         Word.POSITION,
     ),
-    (r"conv(?!1d)|patch|\bstem\b", Word.CONV),
+    # A pointwise convolution (ConvNeXt's pwconv) mixes no positions: it is a matrix.
+    (r"(?<!pw)conv(?!1d)|patch|\bstem\b", Word.CONV),
     (r"\brouter\b|\bgate weight|^gating$|expert gate", Word.ROUTER),
     (
         r"\b(lm head|logits?|logit ?dense|logits? dense|embed out|unembed\w*|vocab projector|"
-        r"output embed\w*|final logits bias)\b",
+        r"output embed\w*|final logits bias)\b|^softmax$",
         Word.HEAD,
     ),
-    (r"embed|\bwte\b|\bshared\b|\bvocab(ulary)?$|^tok(en)?s?$", Word.TOKENS),
+    (r"embed|\bwte\b|\bemb\b|\bshared\b|\bvocab(ulary)?$|^(tok(en)?|word)s?$", Word.TOKENS),
 )
 
+AROUND = re.compile(r"^((self|cross|attn|att|attention|mha|input|to|linear|dense|proj|fc) )+")
+"""Words in front of a projection's own in attention: `attn_q`, `proj_out`, `input_to_query`."""
+
 IN_ATTENTION: tuple[tuple[str, Word], ...] = (
-    (r"^(c attn|w?qkv|.*qkv.*|in proj|query key value)$", Word.QKV),
+    (r"^(c attn|w?qkv|.*qkv.*|in proj|att proj|query key value)$", Word.QKV),
     (r"^w?(q|kv|k|v) a\b|^w?(q|kv) (down|compress)|a proj", Word.LOW_RANK),
     (r"^w?q (b|up)\b", Word.Q_UP),
     (r"^w?kv? (b|up)\b", Word.KV_UP),
     (r"^w?kv\b|key value", Word.KV),
-    (r"^(w ?q|q|query|to q|q proj)\b", Word.Q),
-    (r"^(w ?k|k|key|to k)\b", Word.K),
-    (r"^(w ?v|v|value|to v)\b", Word.V),
+    (r"^(w ?q|q|query|queries|q proj)\b", Word.Q),
+    (r"^(w ?k|k|keys?)\b", Word.K),
+    (r"to (out|output)$", Word.O),
+    (r"^(w ?v|v|values?)\b", Word.V),
     (r"\bgate\b", Word.NONE),
-    (r"^(w ?o|o|out|output|to out|dense|proj|projection|c proj|attn vec|linear|post)\b", Word.O),
+    (r"^(w ?o|o|out|output|dense|proj|projection|c proj|attn vec|linear|post)\b", Word.O),
 )
+"""Tried on a name without what is `AROUND` it, then on the whole name."""
 
 IN_MLP: tuple[tuple[str, Word], ...] = (
     (r"gate up|up gate|w13\b|wi fused|gate and up|in fused|gate_up", Word.IN_FUSED),
     (r"^(gate|gating|up|wi|w1|w3|fc1|fc in|lin1|c fc|dense h to 4h|intermediate)\b", Word.IN),
     (r"^(w gate|w up|in)\b", Word.IN),
+    (r"^(ff|ffn|mlp) ?(in|1|up|gate|proj|layer1)\b|^pwconv ?1$", Word.IN),
     (r"^(down|wo|w2|fc2|fc out|lin2|c proj|dense 4h to h|output|w down|out)\b", Word.OUT),
+    (r"^(ff|ffn|mlp) ?(out|2|down|output|layer2)\b|^pwconv ?2$", Word.OUT),
 )
 
-ATTENTION_BLOCK = re.compile(r"attn|attention|\bmha\b")
+ATTENTION_BLOCK = re.compile(r"attn|attention|\bmha\b|\bmla\b")
+MLP_BLOCK = re.compile(r"^(mlp|ffn?|feed ?forward|moe|experts?)\b")
 EXPERT_BLOCK = re.compile(r"\bexperts?\b|\bmoe\b|\bmixture\b|sparse moe")
 SHARED_EXPERT = re.compile(r"shared experts?")
 RECURRENT = re.compile(r"^a log$|^time (decay|mix)")

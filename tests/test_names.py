@@ -1,0 +1,151 @@
+"""How public JAX models name their parameters: each way of naming, planned by names and shapes."""
+
+import pytest
+from planning import structs
+
+import jaxtp
+
+MLP = {"mlp/gate_proj/kernel": 1, "mlp/up_proj/kernel": 1, "mlp/down_proj/kernel": 0}
+MLP_SHAPES = {name: (256, 512) if dim else (512, 256) for name, dim in MLP.items()}
+
+
+def dims_of(shapes, **options):
+    """The dim of each parameter that eight devices share, None where it is replicated."""
+    plan = jaxtp.make_plan(structs(shapes), {"tp": 8}, **options)
+    return {d.path: d.dim_on(plan.mesh.tp) for d in plan.decisions}
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "embed_tokens/embedding",
+        "embed_tokens/weight/embedding",
+        "embed_tokens/weight",
+        "token_embed/table",
+        "shared/weight/embedding",
+        "wte/w",
+        "embeddings/word/weight",
+        "softmax/emb_var",
+        "tok_emb",
+        "gpt/~/embed/w",
+        "embeddings/token_embeddings/weight",
+    ],
+)
+@pytest.mark.parametrize("config", [None, {"vocab_size": 32768, "hidden_size": 256}])
+def test_token_tables(path, config):
+    shapes = {path: (32768, 256), **MLP_SHAPES}
+    assert dims_of(shapes, config=config) == {path: 0, **MLP}
+
+
+@pytest.mark.parametrize(
+    ("query", "output"),
+    [
+        ("attn/q_proj/kernel", "attn/attn_out/kernel"),
+        ("q_proj/kernel", "attn_out/kernel"),
+        ("q/w", "o/w"),
+        ("linear_q/w", "linear_o/w"),
+        ("attention/input_to_query/weights", "attention/attn_value_to_output/weights"),
+        ("attn1/to_q/kernel", "attn1/to_out_0/kernel"),
+        ("attn/proj_q/kernel", "attn/proj_out/kernel"),
+        ("self_attention/attn_q/kernel", "self_attention/attn_proj/kernel"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("entering", "leaving"),
+    [("ff_proj", "ff_out"), ("dense_proj", "dense_proj_o"), ("dense_up", "dense_down")],
+)
+def test_attention_beside_a_feed_forward(query, output, entering, leaving):
+    word = "query" if "query" in query else "q"
+    kv = [query.replace(word, long if word == "query" else long[0]) for long in ("key", "value")]
+    leaf = query.rpartition("/")[2]
+    found = dims_of(
+        {
+            **dict.fromkeys((query, *kv, output), (1024, 1024)),
+            f"{entering}/{leaf}": (1024, 4096),
+            f"{leaving}/{leaf}": (4096, 1024),
+            "norm/scale": (1024,),
+        }
+    )
+    assert found == {
+        **dict.fromkeys((query, *kv, f"{entering}/{leaf}"), 1),
+        **dict.fromkeys((output, f"{leaving}/{leaf}"), 0),
+        "norm/scale": None,
+    }
+
+
+@pytest.mark.parametrize("node", ["mixer/", "mla/", "", "self_attn/"])
+@pytest.mark.parametrize("suffix", ["_proj", ""])
+def test_latent_attention_whatever_its_module_is_called(node, suffix):
+    shapes = {
+        f"{node}q_a{suffix}/kernel": (256, 384),
+        f"{node}q_a_layernorm/scale": (384,),
+        f"{node}q_b{suffix}/kernel": (384, 16 * 48),
+        f"{node}kv_a{suffix}/kernel": (256, 144),
+        f"{node}kv_a_layernorm/scale": (128,),
+        f"{node}kv_b{suffix}/kernel": (128, 16 * 64),
+        f"{node}o{suffix}/kernel": (16 * 32, 256),
+        **{f"block/{path}": shape for path, shape in MLP_SHAPES.items()},
+        "input_layernorm/scale": (256,),
+    }
+    found = dims_of(shapes, config={"num_attention_heads": 16, "hidden_size": 256})
+    split = {path: dim for path, dim in found.items() if dim is not None}
+    assert split == {
+        f"{node}q_b{suffix}/kernel": 1,
+        f"{node}kv_b{suffix}/kernel": 1,
+        f"{node}o{suffix}/kernel": 0,
+        **{f"block/{path}": dim for path, dim in MLP.items()},
+    }
+
+
+@pytest.mark.parametrize(
+    ("fused", "output"),
+    [
+        ("attention/wqkv/kernel", "attention/wo/kernel"),
+        ("self_attention/query_key_value/kernel", "self_attention/dense/kernel"),
+        ("norm_attn_norm/attn/Wqkv/kernel", "norm_attn_norm/attn/out_proj/kernel"),
+    ],
+)
+@pytest.mark.parametrize("config", [None, {"num_attention_heads": 32, "num_key_value_heads": 8}])
+def test_queries_beside_their_keys_are_cut_between_kv_heads(fused, output, config):
+    """Each of 8 kv heads lies with its 4 queries, so that a cut between groups is contiguous."""
+    shapes = {fused: (4096, 48 * 128), output: (4096, 4096), "norm/scale": (4096,)}
+    plan = jaxtp.make_plan(structs(shapes), {"tp": 4}, config=config)
+    assert plan[fused].dim_on(plan.mesh.tp) == 1
+    assert plan[output].dim_on(plan.mesh.tp) == 0
+    assert plan[fused].units == ((8,) if config else (4,))  # heads of 256 are assumed
+    # As many kv heads as heads, or another name: the order is not known.
+    for unknown, width in ((fused, 3 * 4096), ("self_attn/qkv_proj/kernel", 48 * 128)):
+        if unknown != "self_attention/query_key_value/kernel":  # Megatron's, per head
+            rest = output if unknown == fused else "self_attn/o_proj/kernel"
+            assert dims_of({unknown: (4096, width), rest: (4096, 4096)})[unknown] is None
+
+
+@pytest.mark.parametrize("window", [(), (1, 1)])
+def test_pointwise_convolutions_are_a_pair(window):
+    shapes = {
+        "dwconv/kernel": (7, 7, 1, 96),
+        "pwconv1/kernel": (*window, 96, 384),
+        "pwconv1/bias": (384,),
+        "pwconv2/kernel": (*window, 384, 96),
+        "pwconv2/bias": (96,),
+    }
+    rank = len(window)
+    assert dims_of(shapes) == {
+        "dwconv/kernel": None,
+        "pwconv1/kernel": rank + 1,
+        "pwconv1/bias": 0,
+        "pwconv2/kernel": rank,
+        "pwconv2/bias": None,
+    }
+
+
+def test_a_bias_module_beside_its_kernel():
+    shapes = {
+        "ff/layer1/linear/w": (256, 1024),
+        "ff/layer1/bias/b": (1024,),
+        "ff/layer2/linear/w": (1024, 256),
+        "ff/layer2/bias/b": (256,),
+        "softmax/logits_ffn/linear/w": (256, 32768),
+        "softmax/logits_ffn/bias/b": (32768,),
+    }
+    assert dims_of(shapes) == dict(zip(shapes, [1, 0, 0, None, 1, 0], strict=True))
