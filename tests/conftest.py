@@ -6,6 +6,32 @@ os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
+import pytest
+from default_rows import split
 
 jax.config.update("jax_num_cpu_devices", 8)  # refused once a backend exists, so it stands here
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--every-row", action="store_true", help="all rows of the large tables")
+
+
+@pytest.hookimpl(tryfirst=True)  # before -k, so that all rows are seen
+def pytest_collection_modifyitems(config, items):
+    if any("::" in arg for arg in config.args):
+        return  # who names a test gets it
+    named = {
+        item: (item.originalname, item.callspec.id) for item in items if hasattr(item, "callspec")
+    }
+    rows = {}
+    for function, row in named.values():
+        rows.setdefault(function, set()).add(row)
+    try:
+        beyond = split(rows)
+    except LookupError as err:
+        raise pytest.UsageError(err) from err
+    if not config.getoption("--every-row"):
+        left = [item for item in items if named.get(item) in beyond]
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if named.get(item) not in beyond]
