@@ -5,7 +5,7 @@ constraints where the dataflow says that they matter:
 
 - products that enter a split region (heads, MLP width, vocabulary) put it out split;
 - products that leave one are summed there and then, as part of the residual stream;
-- the residual stream is split along the batch, and under sequence parallelism along the sequence;
+- the residual stream is sharded along the batch, and under sequence parallelism along the sequence;
 - what enters a region under sequence parallelism is gathered once, in its own type.
 
 XLA would often find the same by itself; in loops, in backward passes and around norms it does not.
@@ -361,7 +361,7 @@ class _Placer:
         mesh = self._mesh
         here = jax.sharding.get_abstract_mesh()
         if here.manual_axes:
-            # Inside a `shard_map`: it has dealt out the axes that it is manual over.
+            # Inside a `shard_map`: arrays are already local along the axes that it is manual over.
             mesh, taken = here, set(here.manual_axes)
             fitted = [
                 tuple(a for a in e if a not in taken) or FREE if isinstance(e, tuple) else e

@@ -185,7 +185,7 @@ def _check_stages(plan: ActivationPlan) -> None:
         )
     if all(axis not in d.spec[0] for d in plan.decisions if d.spec):
         raise BadStages(
-            f"{stages.num_stages} stages, and no parameter has its layers split over {axis}",
+            f"{stages.num_stages} stages, and no parameter has its layers sharded over {axis}",
             fix="stack the layers and run them with jaxtp.scan_layers; or a mesh without pp",
         )
 

@@ -43,7 +43,7 @@ class Pieces:
 def product_of_piece(
     product: WeightProduct, place: Place, axes: tuple[str, ...], x: Any, w: Any
 ) -> Any:
-    """The product by one piece of a fused weight, split along its dim.
+    """The product by one piece of a fused weight, sharded along its dim.
 
     The piece is taken from a weight that is not sharded along this dim. Where it is on every
     device nothing moves forward, and backward the gradients of the pieces are gathered. Where
@@ -83,7 +83,7 @@ def by_result(
     x: Any,
     w: Any,
 ) -> Pieces:
-    """The product by a weight that is split along the fused dim as it lies: its result moves.
+    """The product by a weight that is sharded along the fused dim as it lies: its result moves.
 
     Args:
         product: As in `by_weight`.

@@ -48,7 +48,7 @@ def stays_manual(equation: Any, plan: Plan) -> str:
     """Why a `shard_map` is left alone; "" if constraints can be placed inside."""
     manual = equation.params.get("newly_manual_axes", equation.params.get("manual_axes", ()))
     if taken := [axis for axis in plan.mesh.tp if axis in manual]:
-        return f"it deals out {join(taken)} itself"
+        return f"it is manual over {join(taken)}"
     missing = [axis for axis in plan.mesh.tp if axis not in equation.params["mesh"].axis_names]
     return f"its mesh has no axis {join(missing)}" if missing else ""
 

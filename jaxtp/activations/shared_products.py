@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 Place = Callable[[Any, dict[int, tuple[str, ...]]], Any]
-"""`(x, {dim: axes})` -> `x` with these dims split over these axes and all others as XLA likes."""
+"""`(x, {dim: axes})` -> `x` with these dims sharded over these axes and all others as XLA likes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -75,7 +75,7 @@ class Pipeline:
     schedule, which idles that many times less and sends that many times more."""
 
     micro_batches: int = 0
-    """Pieces of the batch that follow each other; 0 takes `batch.accumulation`, or as many as there
+    """Parts of the batch that follow each other; 0 takes `batch.accumulation`, or as many as there
     are stages where that is 1."""
 
     allow_heterogeneous: bool = False
@@ -96,7 +96,7 @@ class Zero:
     `mesh.fsdp` is given, else 0."""
 
     partition_activations: bool = False
-    """Split the residual stream, and what is saved of it, along the sequence over the tensor axis
+    """Shard the residual stream, and what is saved of it, along the sequence over the tensor axis
     (sequence parallelism)."""
 
     offload_optimizer: Literal["none", "cpu"] = "none"
@@ -134,7 +134,7 @@ class Communication:
     size in bytes."""
 
     sequence_parallel: bool = False
-    """Split the residual stream along the sequence over the tensor axis."""
+    """Shard the residual stream along the sequence over the tensor axis."""
 
     donate: bool = True
     """Let the new state use the memory of the old one."""

@@ -65,7 +65,9 @@ def floor_bytes(
     sequence_parallel: bool = False,
     training: bool = True,
 ) -> float:
-    """Wire bytes that one device must send per step along the tensor axis (DESIGN 2).
+    """Wire bytes that one device must send per step along the tensor axis, at least.
+
+    docs/design.md#the-lower-bound says where it comes from.
 
     A dense block has two column/row pairs, and each pair needs one all-reduce of the activation
     forward and one backward. With sequence parallelism each becomes an all-gather and a
@@ -78,8 +80,8 @@ def floor_bytes(
         message_bytes: The activation of one data shard in bytes: batch x sequence x width x
             bytes per element.
         layers: Dense blocks, each of attention and MLP.
-        ends: Whether embedding and head are split along the vocabulary.
-        sequence_parallel: Whether the residual stream is split along the sequence.
+        ends: Whether embedding and head are sharded along the vocabulary.
+        sequence_parallel: Whether the residual stream is sharded along the sequence.
         training: Whether there is a backward pass.
 
     >>> floor_bytes(size=8, message_bytes=1000, layers=2, ends=False)

@@ -15,7 +15,7 @@ from jaxtp.plan.decisions import Plan
 from jaxtp.plan.trees import PyTree, as_pytree, is_box, spell
 
 Rules = list[tuple[str, PartitionSpec]]
-"""Ordered `(regular expression, spec)`; the first that matches a whole path counts."""
+"""Ordered `(regular expression, spec)`; the first that matches a path from end to end counts."""
 
 
 def export_rules(plan: Plan) -> Rules:

@@ -26,7 +26,7 @@ MOVES = (
     "squeeze",
     "transpose",
 )
-"""Operations that give a value another type, shape or order, or cut a part out of it."""
+"""Operations that give a value another type, shape or order, or take a part of it."""
 
 
 def _computed(prim: Any, *_: Any, **__: Any) -> bool:

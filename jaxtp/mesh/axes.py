@@ -255,7 +255,7 @@ def _sizes(mesh: Any) -> dict[str, int]:
         )
     sizes = {str(name): size for name, size in cast("Mapping[Any, Any]", shape).items()}
     if bad := {name: size for name, size in sizes.items() if not is_count(size) or size < 1}:
-        raise BadMesh(f"sizes {bad}", fix="each size is a whole number of devices, 1 or more")
+        raise BadMesh(f"sizes {bad}", fix="each size is an integer, 1 or more")
     return {name: int(size) for name, size in sizes.items()}
 
 

@@ -18,7 +18,8 @@ def make_mesh(*, tp: int, devices: Sequence[Any] | None = None, **others: int) -
     """A mesh over all devices, `tp` innermost so that it stays inside the NVLink domain.
 
     Axes of size 1 are left out, except `tp`. All axes are Auto: JAX 0.9 and later default to
-    Explicit, on which an unmodified Flax module raises (DESIGN D7).
+    Explicit, on which an unmodified Flax module raises:
+    docs/design.md#meshes-as-people-pass-them.
 
     Args:
         tp: Devices along the tensor axis; -1 for any one axis takes all devices that are left.
@@ -76,7 +77,7 @@ def _asked(given: Mapping[str, Any]) -> dict[str, int]:
         )
     if bad := {name: size for name, size in given.items() if not is_count(size)}:
         raise BadMesh(
-            f"sizes {bad} are not whole numbers",
+            f"sizes {bad} are not integers",
             fix="devices along the axis, 1 or more; or -1 for what the other axes leave",
         )
     return {axis.value: int(given.get(axis.value, 1)) for axis in Axis}

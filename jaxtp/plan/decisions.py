@@ -31,7 +31,7 @@ class ParamDecision:
         path: "/"-joined path from the root of the tree.
         shape: Global shape in elements, as the model has it; `len(shape) == len(spec)`.
         dtype: NumPy name of the dtype.
-        spec: Mesh axes per dim, `()` meaning "not split".
+        spec: Mesh axes per dim, `()` meaning "not sharded".
         role: What the parameter does: column, row, vocab, expert, norm, ...
         reasons: Evidence, strongest last; the last one explains the final spec.
         units: Indivisible pieces of the dim on the tensor axis, major to minor, or `()`.
@@ -92,7 +92,7 @@ class Plan:
         mesh: The plan's own mesh shape; its tensor axis may be factored (`tp_0`, `tp_1`).
         decisions: One per leaf, in the tree's order.
         policy: What happened to units that do not divide: "factor", "replicate" or "error".
-        sequence_parallel: Whether the residual stream is split along the sequence.
+        sequence_parallel: Whether the residual stream is sharded along the sequence.
         overlap: How hard to hide communication: "off", "auto", or "aggressive", which interleaves
             two halves of the batch (`jaxtp.overlap`) and wants the compile options of that name.
         zero: What the fsdp axis shards: 1 optimizer state, 2 also gradients, 3 also parameters.

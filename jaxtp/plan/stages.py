@@ -22,7 +22,7 @@ class Stages:
     Attributes:
         layers: Layers of each chunk, `layers[round][stage]`. The model's first layers are chunk
             (0, 0), the next ones chunk (0, 1), and so on, round after round.
-        micro_batches: Pieces of the batch that follow each other through the stages.
+        micro_batches: Parts of the batch that follow each other through the stages.
     """
 
     layers: tuple[tuple[int, ...], ...]

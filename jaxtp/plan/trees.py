@@ -19,7 +19,7 @@ from jaxtp.errors import BadSpec, BadTree
 
 PyTree = Any
 Spec = tuple[tuple[str, ...], ...]
-"""One tuple of mesh axes per array dim, major to minor; `()` means "not split"."""
+"""One tuple of mesh axes per array dim, major to minor; `()` means "not sharded"."""
 
 Annotation = tuple[str | tuple[str, ...] | None, ...]
 """Axis names as an author wrote them on a parameter, mesh axes or logical names."""

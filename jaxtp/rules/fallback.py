@@ -1,6 +1,7 @@
 """Claims -> decisions that fit the mesh, whose tensor axis is factored where units do not divide.
 
-Units are never divided; a group that is not divisible takes a prefix of the axis, with its price.
+Units are never divided; a group that is not divisible takes a prefix of the axis, with its price:
+docs/design.md#what-is-not-divisible.
 """
 
 import dataclasses

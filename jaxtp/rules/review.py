@@ -1,4 +1,4 @@
-"""Nothing silent (DESIGN D6): what is wrong with a plan as a whole."""
+"""What is wrong with a plan altogether (docs/design.md#nothing-is-silent)."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -61,7 +61,10 @@ class Role(StrEnum):
 
 
 class Source(IntEnum):
-    """Where a vote comes from; the larger number outranks the smaller."""
+    """Where a vote comes from; the larger number outranks the smaller.
+
+    docs/design.md#evidence-in-order says why.
+    """
 
     NAMES = 1
     DATAFLOW = 2

@@ -109,7 +109,7 @@ IN_ATTENTION: tuple[tuple[str, Word], ...] = (
     (r"\bgate\b", Word.NONE),
     (r"^(w ?o|o|out|output|dense|proj|projection|c proj|attn vec|linear|post)\b", Word.O),
 )
-"""Tried on a name without what is `AROUND` it, then on the whole name."""
+"""Tried on a name without what is `AROUND` it, then on all of the name."""
 
 IN_MLP: tuple[tuple[str, Word], ...] = (
     (r"gate up|up gate|w13\b|wi fused|gate and up|in fused|gate_up", Word.IN_FUSED),

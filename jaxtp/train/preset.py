@@ -37,7 +37,7 @@ class StepOptions:
     """A preset of `jaxtp.models`."""
 
     tp: int = 8
-    """Devices along the tensor axis; the rest are replicas, over which the batch is split."""
+    """Devices along the tensor axis; the rest are replicas, over which the batch is sharded."""
 
     batch: int = 8
     """Sequences of the global batch."""
@@ -61,7 +61,7 @@ class StepOptions:
     """adamw, sgd, or none for gradients only."""
 
     sequence_parallel: bool = False
-    """Split the residual stream along the sequence over the tensor axis."""
+    """Shard the residual stream along the sequence over the tensor axis."""
 
     overlap: str = "auto"
     """Program structure: aggressive interleaves two half-batches; see `jaxtp.overlap`."""

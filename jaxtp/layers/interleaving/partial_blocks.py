@@ -187,7 +187,7 @@ def _cut(decision: ParamDecision, active: ActivePlan) -> Cut:
     along = [tuple(axis for axis in axes if axis in shape.tp) for axes in spec]
     dims = [dim for dim, axes in enumerate(along) if axes]
     if spec[0]:
-        problem = f"layers are split over {'+'.join(spec[0])}"
+        problem = f"layers are sharded over {'+'.join(spec[0])}"
     elif decision.role == Role.ROW_BIAS:
         return Cut(added_once=True)
     elif decision.role in CUT and len(dims) == 1 and along[dims[0]] in _prefixes(decision, active):

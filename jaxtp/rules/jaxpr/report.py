@@ -165,7 +165,7 @@ class Reporter:
             return "low_rank", "a narrow width that no kernel leads back to the residual stream"
         layers = [evidence.of(resolve(dim)[0]).layer for dim in evidence.params[path] if dim]
         if not (uses or offset) and layers.count(False) == 1:
-            return "norm", "scales or shifts what lies on every device"
+            return "norm", "scales or shifts what is replicated"
         return "replicated", ""
 
     def _contractions(self, path: str) -> list[Contraction]:
