@@ -1,6 +1,8 @@
 """What users may rely on is frozen: a change shows as a change of `tests/golden/surface.txt`."""
 
+import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -29,6 +31,14 @@ def test_front_door_is_small_and_true():
     assert len(jaxtp.__all__) <= 40
     assert all(hasattr(jaxtp, name) for name in jaxtp.__all__)
     assert len(Path(jaxtp.__file__).with_suffix(".pyi").read_text().splitlines()) <= 60
+
+
+def test_the_changelog_says_where_modules_went():
+    changes = (Path(__file__).parent.parent / "CHANGELOG.md").read_text()
+    moved = re.findall(r"^  \| `(jaxtp[\w.]+)`.* \| `(jaxtp[\w.]+)` \|$", changes, re.M)
+    assert len(moved) > 60
+    assert [new for _, new in moved if importlib.util.find_spec(new) is None] == []
+    assert len(dict(moved)) == len(moved)
 
 
 def test_plans_do_not_depend_on_the_hash_seed():
