@@ -84,7 +84,8 @@ def train(config: Config, checkpoints: Checkpoints) -> int:
 
         def save(number: int, state: TrainState) -> None:
             # Batches and random numbers are functions of the seed and the step alone.
-            extra = {"settings": flat(config), "data": {"seed": config.seed, "step": number}}
+            data = {"seed": config.seed, "step": number, **setup.text.digests}
+            extra = {"settings": flat(config), "data": data}
             checkpoints.save(number, state, plan=setup.plan, extra=extra)
 
         with jaxtp.watchdog(config.faults.step_timeout, setup.mesh, first_step=first + 1) as done:
@@ -170,6 +171,10 @@ def resume(checkpoints: Checkpoints, setup: Setup) -> tuple[int, TrainState]:
     for name, value in flat(setup.config).items():
         if value != before.get(name) and not name.startswith("run."):
             say(f"  {name} was {before.get(name)}, is {value}")
+    data = restored.extra.get("data", {})
+    for name, value in setup.text.digests.items():
+        if value != data.get(name, value):
+            say(f"  {name} was {data[name]}, is {value}")
     return restored.step, restored.state
 
 

@@ -78,6 +78,15 @@ def test_tokenizer_is_read_from_a_file(folder, tmp_path):
         read_text(config, 5)
 
 
+def test_digests_tell_other_contents_of_the_same_paths(folder):
+    before = text_of(folder).digests
+    assert text_of(folder).digests == before
+    path = sorted(folder.iterdir())[0]
+    path.write_bytes(path.read_bytes()[:-1] + b"!")
+    after = text_of(folder).digests
+    assert {name for name in before if after[name] != before[name]} == {"SHA-256 of the text"}
+
+
 @pytest.mark.parametrize(
     ("data", "error", "message"),
     [

@@ -70,7 +70,8 @@ def prepare(config: Config) -> Setup:
         BadConfig: TP020, for settings that this machine or this version cannot follow.
         SizeMismatch: TP003, if evaluation's sequences do not divide into micro-batches.
         BadData: TP130, for text that is missing or too short.
-        ProcessesDisagree: TP014, if processes have other settings, another plan or mesh.
+        ProcessesDisagree: TP014, if processes have other settings, another plan, mesh, text or
+            tokenizer.
         JaxtpError: whatever `resolve`, `make_plan` and `init_sharded` raise.
     """
     agree({name: operator.attrgetter(name)(config) for name in settings()})
@@ -81,7 +82,8 @@ def prepare(config: Config) -> Setup:
     text = read_text(config, model.vocab_size)
     plan = plan_of(config, model, mesh)
     # Before the first collective, which another plan would not have.
-    agree({"plan": hashlib.sha256(plan.to_json().encode()).hexdigest(), "mesh": mesh})
+    digest = hashlib.sha256(plan.to_json().encode()).hexdigest()
+    agree({"plan": digest, "mesh": mesh, **text.digests})
     tx, _ = build_optimizer(config.optimizer, config.steps)
 
     def init() -> TrainState:

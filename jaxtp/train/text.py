@@ -5,6 +5,7 @@ datasets are read by index.
 """
 
 import dataclasses
+import hashlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,11 +29,14 @@ class Text:
         train: Step, from 0 -> its batch.
         validation: One fixed batch of text that training never sees.
         description: One line on what it is.
+        digests: SHA-256 of all bytes, and of the tokenizer's file: the same paths may lead to other
+            contents on another host, or after a restart.
     """
 
     train: Callable[[int], Batch]
     validation: Batch
     description: str
+    digests: Mapping[str, str]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -90,7 +94,23 @@ def read_text(config: Config, vocab_size: int) -> Text:
         validation={name: np.stack([row[name] for row in held_out]) for name in held_out[0]},
         description=f"{corpus.num_files[0]} files, {train.tokens.size:,} tokens; "
         f"validation on {corpus.num_files[1]} others",
+        digests={
+            "SHA-256 of the text": _digest(corpus.train, corpus.validation),
+            "SHA-256 of the tokenizer": _digest(_bytes_of(config.data.tokenizer)),
+        },
     )
+
+
+def _digest(*parts: data.Tokens | bytes) -> str:
+    found = hashlib.sha256()
+    for part in parts:
+        found.update(len(part).to_bytes(8))
+        found.update(part)
+    return found.hexdigest()
+
+
+def _bytes_of(file: str) -> bytes:
+    return Path(file).read_bytes() if file else b""
 
 
 def _rows(documents: list[NDArray[np.int32]], config: Config) -> Rows:

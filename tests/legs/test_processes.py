@@ -43,25 +43,26 @@ class Runs:
         self.root = root
         self.environment = run_folders.make(root, CONFIG, WORDS)
 
-    def start(self, command, **variables):
+    def start(self, command, cwd=ROOT, **variables):
         return subprocess.Popen(
             [*map(str, command)],
-            cwd=ROOT,
+            cwd=cwd,
             env=self.environment | variables,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
 
-    def train(self, folder, *flags, count=1, each=({}, {}), more=((), ())):
+    def train(self, folder, *flags, count=1, each=({}, {}), more=((), ()), cwds=(ROOT, ROOT)):
         """Processes of scripts/train.py; `each` and `more` are one's own variables and flags."""
-        command = [sys.executable, "scripts/train.py", self.root / "config.json"]
+        command = [sys.executable, ROOT / "scripts/train.py", self.root / "config.json"]
         command += ["--run.folder", self.root / folder, *flags]
         address, together = f"localhost:{free_port()}", []
         for i in range(count):
             own = {"JAX_NUM_PROCESSES": str(count), "JAX_PROCESS_ID": str(i), **each[i]}
             own["JAX_COORDINATOR_ADDRESS"] = address
-            together.append(self.start([*command, *more[i]], **(own if count > 1 else {})))
+            own = own if count > 1 else {}
+            together.append(self.start([*command, *more[i]], cwds[i], **own))
         return together
 
     def metrics(self, folder):
@@ -265,6 +266,20 @@ def test_processes_that_differ_end_before_the_first_step(runs, variables, flags,
         assert code == 2
         assert "TP014: the processes differ in 1 facts" in err
         assert difference in err
+    assert runs.metrics("differ") == []
+
+
+def test_other_text_behind_the_same_path_is_noticed(runs):
+    cwds = [runs.root / "a", runs.root / "b"]
+    for cwd in cwds:
+        shutil.copytree(runs.root / "text", cwd / "text")
+    with (cwds[1] / "text" / "7.txt").open("a") as file:
+        file.write(".")
+    both = finish(runs.train("differ", "--data.files", "text/*.txt", count=2, cwds=cwds))
+    for code, _, err in both:
+        assert code == 2
+        assert "TP014: the processes differ in 1 facts" in err
+        assert "SHA-256 of the text: " in err
     assert runs.metrics("differ") == []
 
 
