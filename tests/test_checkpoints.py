@@ -1,7 +1,13 @@
 """Checkpoints: equal after a round trip, kept, skipped when damaged, refused with what differs."""
 
+import contextlib
 import json
+import logging
+import random
 import shutil
+import sys
+import types
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +21,7 @@ import jaxtp
 from jaxtp import Checkpoints
 from jaxtp.errors import BadCheckpoint, CheckpointMismatch, JaxtpWarning
 from jaxtp.io import checkpoint_arrays
+from jaxtp.io.checkpoint_metadata import About
 from jaxtp.io.fingerprint import fingerprints
 from jaxtp.mesh.build import make_mesh
 
@@ -266,6 +273,50 @@ def test_note_is_plain_json(tmp_path):
     assert note["plan"] == json.loads(plan.to_json())
     assert (note["step"], note["extra"], note["origin"]["processes"]) == (1, {"seed": 0}, 1)
     assert checkpoints.restore(params, plan=plan).plan == plan
+
+
+def test_no_flipped_bit_of_what_describes_a_checkpoint_goes_unnoticed(tmp_path):
+    checkpoints, like = saved(tmp_path, 2), tree_on(make_mesh(tp=8), "tp")
+    folder, chance = tmp_path / "2", random.Random(0)
+    note = About.read(folder)
+    text = (folder / "jaxtp" / "metadata").read_bytes()
+    origin = range(8 * text.index(b'"origin"'), 8 * text.index(b'"extra"'))
+    for bit in [*chance.sample(range(8 * len(text)), 100), *chance.sample(origin, 50)]:
+        harmed = bytearray(text)
+        harmed[bit // 8] ^= 1 << bit % 8
+        (folder / "jaxtp" / "metadata").write_bytes(harmed)
+        with contextlib.suppress(BadCheckpoint):
+            assert About.read(folder) == note  # 1e-5 may be spelled 1E-5
+    (folder / "jaxtp" / "metadata").write_bytes(text)
+
+    for path in folder.glob("state/*"):
+        # Of that one nothing but the name is ever read.
+        if path.is_file() and path.name != "commit_success.txt":
+            before = path.read_bytes()
+            flip(path)
+            with pytest.raises(BadCheckpoint, match=r"TP090 at .*/2: "):
+                checkpoints.restore(like)
+            path.write_bytes(before)
+    assert checkpoints.restore(like).step == 2
+
+
+def test_abandoned_reads_are_hushed_and_nothing_else(monkeypatch, caplog):
+    seen = []
+    monkeypatch.setattr(sys, "unraisablehook", seen.append)
+    checkpoint_arrays._hush_abandoned_reads.cache_clear()
+    with pytest.raises(BadCheckpoint), checkpoint_arrays.reading(Path("folder")):
+        raise ValueError("a damaged array")
+    closed, other = (
+        types.SimpleNamespace(exc_value=RuntimeError(text))
+        for text in ("Event loop is closed", "x")
+    )
+    sys.unraisablehook(closed)
+    sys.unraisablehook(other)
+    assert seen == [other]
+    for coroutine in ("orbax.read()", "mine()"):
+        text = f"Task exception was never retrieved\nfuture: <Task coro=<{coroutine}>>"
+        logging.getLogger("asyncio").error(text)
+    assert [record.getMessage()[-9:] for record in caplog.records] == ["<mine()>>"]
 
 
 def test_fingerprints_know_neither_mesh_nor_padding_but_every_bit():

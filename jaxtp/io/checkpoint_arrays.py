@@ -9,9 +9,11 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import hashlib
 import json
 import logging
 import math
+import re
 import sys
 import textwrap
 from collections.abc import Callable, Generator, Mapping
@@ -46,9 +48,15 @@ networks busy, and host memory for few arrays instead of the model."""
 SIZES = "sizes.json"
 """A file beside the arrays: every other file there -> its bytes."""
 
+DIGESTS = "digests.json"
+"""A file beside the arrays: those that describe them -> SHA-256. The arrays' own bytes, in folders
+`DATA`, are too many for that; what they say has a fingerprint."""
+
+DATA = "d"
+
 
 class Handler(ocp.StandardCheckpointHandler):
-    """Orbax's handler, which also writes down how large the files are.
+    """Orbax's handler, which also writes down how large the files are, and what small ones hold.
 
     Orbax notices a file that was cut off when it reads it, which may be hours into loading, and
     leaves the errors of all other reads behind for the log.
@@ -62,12 +70,19 @@ class Handler(ocp.StandardCheckpointHandler):
         """
         super().finalize(directory)
         folder = Path(directory)
-        sizes = {
-            path.relative_to(folder).as_posix(): path.stat().st_size
+        files = {
+            path.relative_to(folder).as_posix(): path
             for path in sorted(folder.rglob("*"))
             if path.is_file()
         }
+        sizes = {name: path.stat().st_size for name, path in files.items()}
+        digests = {
+            name: hashlib.sha256(path.read_bytes()).hexdigest()
+            for name, path in files.items()
+            if DATA not in name.split("/")
+        }
         (folder / SIZES).write_text(json.dumps(sizes, indent=1))
+        (folder / DIGESTS).write_text(json.dumps(digests, indent=1))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -109,7 +124,7 @@ def read(
     """
     handler: Any = Handler()
     with reading(folder):
-        _check_sizes(folder)
+        _check_files(folder)
         metadata = dict(handler.metadata(folder / ITEM))
         structs = {p: jax.ShapeDtypeStruct(m.shape, m.dtype) for p, m in metadata.items()}
         saved = stored(structs, plan, overrides)
@@ -196,12 +211,17 @@ def _request(shape: tuple[int, ...], target: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, target.dtype, sharding=spread)
 
 
-def _check_sizes(folder: Path) -> None:
+def _check_files(folder: Path) -> None:
     for name, size in json.loads((folder / ITEM / SIZES).read_text()).items():
         path = folder / ITEM / name
         there = path.stat().st_size if path.exists() else 0
         if there != size:
             raise damaged(folder, f"{ITEM}/{name} has {there:,} of {size:,} bytes")
+    # Checkpoints of format 1 have none.
+    digests = folder / ITEM / DIGESTS
+    for name, digest in json.loads(digests.read_text()).items() if digests.exists() else ():
+        if hashlib.sha256((folder / ITEM / name).read_bytes()).hexdigest() != digest:
+            raise damaged(folder, f"{ITEM}/{name} is not what was written")
 
 
 def _bytes_touched(wanted: Any, metadata: Any) -> int:
@@ -251,31 +271,43 @@ def reading(folder: Path) -> Generator[None]:
     Raises:
         BadCheckpoint: TP090, for any error but those of devices, memory and other processes.
     """
-    with contextlib.ExitStack() as stack:
-        try:
-            yield
-            return
-        except (BadCheckpoint, jax.errors.JaxRuntimeError, MemoryError):
-            raise
-        except Exception as err:  # Orbax, TensorStore and JSON have nothing narrower in common
-            if sign_of_lost_peer(err):
-                raise  # the checkpoint is good; it is a process that is not there to read it
-            problem = damaged(folder, shorten(err.__cause__ or err))
-            stack.enter_context(_hushed())
-        gc.collect()
+    try:
+        yield
+        return
+    except (BadCheckpoint, jax.errors.JaxRuntimeError, MemoryError):
+        raise
+    except Exception as err:  # Orbax, TensorStore and JSON have nothing narrower in common
+        if sign_of_lost_peer(err):
+            raise  # the checkpoint is good; it is a process that is not there to read it
+        problem = damaged(folder, shorten(err.__cause__ or err))
+        _hush_abandoned_reads()
+    gc.collect()
     raise problem
 
 
-@contextlib.contextmanager
-def _hushed() -> Generator[None]:
-    """Inside the block, the reads that Orbax leaves behind when one fails are freed in silence."""
-    hook, logger = sys.unraisablehook, logging.getLogger("asyncio")
-    was_disabled = logger.disabled
-    sys.unraisablehook, logger.disabled = lambda _: None, True
-    try:
-        yield
-    finally:
-        sys.unraisablehook, logger.disabled = hook, was_disabled
+@functools.cache
+def _hush_abandoned_reads() -> None:
+    """From here on, the reads that Orbax leaves behind when one fails end in silence.
+
+    It closes its event loop under them. Each one that ends later, perhaps minutes later, would
+    print a traceback of its own: through `sys.unraisablehook` if TensorStore finds the loop closed,
+    through asyncio's log if its task is freed. Nothing else is hushed.
+    """
+    hook = sys.unraisablehook
+
+    def report(unraisable: Any) -> None:
+        error = unraisable.exc_value
+        if not (isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):
+            hook(unraisable)
+
+    def is_news(record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        return not (
+            text.startswith(("Task ", "Future ")) and re.search("orbax|tensorstore", text, re.I)
+        )
+
+    sys.unraisablehook = report
+    logging.getLogger("asyncio").addFilter(is_news)
 
 
 def shorten(error: BaseException) -> str:

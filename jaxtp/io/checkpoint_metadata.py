@@ -1,6 +1,7 @@
 """JSON beside the arrays of a checkpoint: what a run needs to go on, and people to read."""
 
 import dataclasses
+import hashlib
 import importlib.metadata
 import json
 from collections.abc import Iterable, Mapping
@@ -17,8 +18,8 @@ from jaxtp.plan.decisions import Plan
 ITEM = "jaxtp"
 """What Orbax calls the object, and its folder."""
 
-FORMAT = 1
-"""Version of the object; readers refuse newer ones."""
+FORMAT = 2
+"""Version of the object; readers refuse newer ones. 1 had no digest."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,22 +44,33 @@ class About:
         """The object."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         plan = self.plan and json.loads(self.plan.to_json())
-        return {"format": FORMAT, **fields, "plan": plan}
+        data = {"format": FORMAT, **fields, "plan": plan}
+        return {**data, "digest": _digest(data)}
 
     @classmethod
     def read(cls, folder: Path) -> "About":
         """What `to_json` gave, from a checkpoint's folder.
 
         Raises:
-            BadCheckpoint: TP090, if it is missing, damaged, or written by a newer jaxtp.
+            BadCheckpoint: TP090, if it is missing, damaged in any bit, or written by a newer jaxtp.
         """
         handler: Any = ocp.JsonCheckpointHandler()
         with reading(folder):
             data = dict(handler.restore(folder / ITEM))
-            if data.pop("format") > FORMAT:
+            digest = data.pop("digest", None)
+            if data["format"] > FORMAT:
                 raise damaged(folder, "it was written by a newer jaxtp")
+            if digest != _digest(data) and (data["format"], digest) != (1, None):
+                raise damaged(folder, f"{ITEM}/metadata is not what was written")
+            del data["format"]
             plan = data.pop("plan")
             return cls(plan=plan and Plan.from_json(json.dumps(plan)), **data)
+
+
+def _digest(data: Mapping[str, Any]) -> str:
+    """SHA-256 of an object, the same before it is written and after it is read."""
+    as_read = json.loads(json.dumps(data))  # keys may be numbers before
+    return hashlib.sha256(json.dumps(as_read, sort_keys=True).encode()).hexdigest()
 
 
 def origin(arrays: Iterable[Any]) -> dict[str, Any]:
