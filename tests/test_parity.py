@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 from jax.sharding import AxisType
+from rounding import bound
 from small_models import LLAMA, mesh, tokens
 
 import jaxtp
@@ -24,7 +25,9 @@ class Encoder(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        x = x + nn.MultiHeadDotProductAttention(num_heads=8)(nn.LayerNorm()(x))
+        # A key bias has no gradient but rounding; here every array is held to its own size.
+        attention = nn.MultiHeadDotProductAttention(num_heads=8, use_bias=False)
+        x = x + attention(nn.LayerNorm()(x))
         return x + nn.Dense(32)(nn.gelu(nn.Dense(64)(nn.LayerNorm()(x))))
 
 
@@ -47,7 +50,7 @@ def test_a_linen_module_step_by_step(capsys):
         *(f"dp=1 x tp={n}" for n in (1, 2, 4)),
         "dp=2 x tp=4",
     ]
-    assert all(row.error < row.tolerance / 50 for row in result.rows)
+    assert all(row.error < bound(64) < row.tolerance / 10 for row in result.rows)
     sizes = [row.bytes_per_device for row in result.rows]
     assert sizes[0] > sizes[1] > sizes[2] == sizes[3]
     out = capsys.readouterr().out
