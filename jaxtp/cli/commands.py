@@ -13,7 +13,9 @@ import tyro
 from rich.console import Console
 
 from jaxtp.cli.model_argument import load_subject
-from jaxtp.config.settings import Communication, Config, load
+from jaxtp.config.files import load
+from jaxtp.config.presets import preset
+from jaxtp.config.settings import Communication, Config
 from jaxtp.errors import BadUsage, JaxtpError, page
 from jaxtp.inspect.pages import see_tp_plan
 from jaxtp.mesh.axes import Axis
@@ -21,9 +23,7 @@ from jaxtp.plan.decisions import Plan
 from jaxtp.processes.device_health import probe as run_probe
 from jaxtp.processes.startup import initialize
 from jaxtp.rules.planner import make_plan
-from jaxtp.train.paper import preflight_config
-from jaxtp.train.preset import StepOptions, preflight_preset
-from jaxtp.train.setup import options_of
+from jaxtp.train.preflight import preflight_config
 
 app = tyro.extras.SubcommandApp()
 
@@ -83,7 +83,40 @@ Options = Annotated[PlanOptions, tyro.conf.arg(name="")]
 JSON = tyro.conf.arg(name="json")
 DEFAULTS = PlanOptions()
 AS_USUAL = Communication()
-USUAL_STEP = (StepOptions(model=""), AS_USUAL)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PresetSizes:
+    """What `jaxtp preflight --model` lets one say about a preset; the flags of the same names."""
+
+    tp: int = 8
+    batch: int = 8
+    seq: int = 2048
+    layers: int = 0
+    remat: str = "block_outputs"
+    param_dtype: str = "float32"
+    attention: str = "xla"
+    optimizer: str = "adamw"
+
+    def run(self, model: str, communication: Communication) -> Config:
+        """The preset of these sizes."""
+        return preset(
+            model,
+            **{
+                "mesh.tp": self.tp,
+                "batch.size": self.batch,
+                "seq_len": self.seq,
+                "layers": self.layers,
+                "remat": self.remat,
+                "precision.params": self.param_dtype,
+                "attention": self.attention,
+                "optimizer.name": self.optimizer,
+                "communication": dataclasses.asdict(communication),
+            },
+        )
+
+
+USUAL = (PresetSizes(), AS_USUAL)
 
 
 @app.command
@@ -179,43 +212,22 @@ def preflight(
         remat: What to recompute: none, full, block_outputs, dots or stage.
         param_dtype: Type of the stored parameters.
         attention: Kernel of attention: xla or cudnn.
-        optimizer: adamw, sgd, or none for gradients only.
+        optimizer: Any function of optax that takes a learning rate; sgd keeps no state.
         communication: How the compiler is to treat communication.
         as_json: Print the report as data.
         html: Also write a page with a heat map and the schedule as a timeline.
         time_limit: Seconds that the compiler may take.
     """
-    settings = StepOptions(
-        model=model,
-        tp=tp,
-        batch=batch,
-        seq=seq,
-        layers=layers,
-        remat=remat,
-        param_dtype=param_dtype,
-        attention=attention,
-        optimizer=optimizer,
-        sequence_parallel=communication.sequence_parallel,
-        overlap=communication.overlap,
-        donate=communication.donate,
-    )
-    if bool(config) == bool(model) or (config and (settings, communication) != USUAL_STEP):
+    sizes = PresetSizes(tp, batch, seq, layers, remat, param_dtype, attention, optimizer)
+    if bool(config) == bool(model) or (config and (sizes, communication) != USUAL):
         raise BadUsage(
             "a preset with its sizes, or a config file that has them",
             fix="jaxtp preflight CONFIG --target TARGET, or jaxtp preflight --model MODEL --tp 8",
         )
+    run = _read(config) if config else sizes.run(model, communication)
+    run = dataclasses.replace(run, target=target or run.target or "h100:1x8")
     with _progress(f"compiling {config or model}") as show:
-        if config:
-            run = _read(config, target)
-            plan, report = preflight_config(run, time_limit=time_limit, on_progress=show)
-        else:
-            plan, report = preflight_preset(
-                settings,
-                target or "h100:1x8",
-                compiler_options=options_of(communication),
-                time_limit=time_limit,
-                on_progress=show,
-            )
+        plan, report = preflight_config(run, time_limit=time_limit, on_progress=show)
     if html:
         see_tp_plan(plan, html, report=report)
     if plan.stages and not as_json:
@@ -223,12 +235,12 @@ def preflight(
     print(report.to_json() if as_json else report)
 
 
-def _read(path: str, target: str) -> Config:
-    """The settings in a file, for the target if one is given; says what became of foreign keys."""
+def _read(path: str) -> Config:
+    """The settings in a file; says what became of foreign keys."""
     config, lines = load(Path(path))
     for line in lines:
         print(f"{Path(path).name}: {line}", file=sys.stderr)
-    return dataclasses.replace(config, target=target or config.target or "h100:1x8")
+    return config
 
 
 @app.command

@@ -25,6 +25,7 @@ import jax.export
 from jax.sharding import NamedSharding
 
 from jaxtp.compile.options import Value
+from jaxtp.compile.worker import name_arguments
 from jaxtp.errors import (
     BadMesh,
     BadOption,
@@ -215,7 +216,7 @@ def compile_for(
             raise _refusal(result, log)
         text = (folder / "program.txt").read_text()
     return Compiled(
-        text=_with_names(text, program.arguments),
+        text=name_arguments(text, "args", program.arguments),
         memory=result["memory"],
         seconds=result["seconds"],
     )
@@ -285,14 +286,3 @@ def _refusal(result: Mapping[str, str], log: str) -> Exception:
 def _last_lines(file: Path) -> str:
     lines = file.read_text(errors="replace").splitlines()
     return "\n".join([line for line in lines if not _NOISE.search(line)][-LOG_LINES:])
-
-
-def _with_names(text: str, arguments: Sequence[str]) -> str:
-    """Puts the arguments' paths where the exported program says `args[3]`."""
-    if not arguments:
-        return text
-
-    def name(match: re.Match[str]) -> str:
-        return arguments[int(match[1])]
-
-    return re.sub(r"\bargs\[(\d+)\]", name, text)

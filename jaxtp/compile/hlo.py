@@ -156,7 +156,7 @@ class Frame:
         path = Path(self.file)
         if PACKAGE in path.parents:
             return path.parent == PACKAGE / "models" and path.stem != "maps"
-        return "site-packages" not in self.file
+        return "site-packages" not in self.file and not self.file.startswith("<frozen")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from jaxtp.compile.analysis import analyse
 from jaxtp.compile.report import Report
-from jaxtp.compile.worker import device_memory
+from jaxtp.compile.worker import device_memory, name_arguments
 from jaxtp.hardware.gpus import KINDS, Target, kind_of
 
 VARIABLE = "JAXTP_REPORT_COMMUNICATION"
@@ -24,6 +24,11 @@ class Steps(Protocol):
     @property
     def mesh(self) -> Mesh:
         """The mesh that the step's state lies on."""
+        ...
+
+    @property
+    def state_paths(self) -> Sequence[str]:
+        """Path of each array of the state."""
         ...
 
     def lower(self, state: Any, batch: Any) -> jax.stages.Lowered:
@@ -73,7 +78,7 @@ def report_step(
     compiled = step.lower(state, batch).compile()
     mesh, target = step.mesh, target_of(step.mesh)
     report = analyse(
-        compiled.as_text() or "",
+        name_arguments(compiled.as_text() or "", "arrays", step.state_paths),
         device_memory(compiled),
         target,
         dict(mesh.shape),

@@ -6,6 +6,7 @@ fails; `compile/compiler` starts it.
 
 import importlib
 import json
+import re
 import sys
 import time
 import traceback
@@ -38,7 +39,8 @@ def main(folder: Path) -> None:
         begin = time.monotonic()
         compiled = lowered.compile(job["options"])
         result = {"seconds": time.monotonic() - begin, "memory": device_memory(compiled)}
-        (folder / "program.txt").write_text(compiled.as_text())
+        names = getattr(step, "state_paths", ())
+        (folder / "program.txt").write_text(name_arguments(compiled.as_text(), "arrays", names))
     except Exception as error:
         result = {"stage": stage, "error": f"{type(error).__name__}: {error}"}
         traceback.print_exc()  # goes to the log, whose last lines a coded error quotes
@@ -88,6 +90,19 @@ def _exported_step(
     donated = [number for number, donate in enumerate(job["donated"]) if donate]
     out = exported.out_shardings_jax(mesh)
     return jax.jit(step, donate_argnums=donated, out_shardings=tuple(out)), structs
+
+
+def name_arguments(text: str, variable: str, names: Sequence[str]) -> str:
+    """A program's text with the arguments' paths where it says `variable[3]`.
+
+    Args:
+        text: The program.
+        variable: What the traced function calls the list of its arguments.
+        names: One for each of them; none leaves the text as it is.
+    """
+    if not names:
+        return text
+    return re.sub(rf"\b{variable}\[(\d+)\]", lambda match: names[int(match[1])], text)
 
 
 def device_memory(compiled: Any) -> dict[str, int]:

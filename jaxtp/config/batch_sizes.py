@@ -35,6 +35,12 @@ def resolve(config: Config, num_devices: int) -> Config:
     stage = zero.stage if zero.stage is not None else 0 if mesh.fsdp == 1 else 3
     if stage and mesh.fsdp == 1:
         mesh = dataclasses.replace(mesh, fsdp=mesh.dp, dp=1)
+    if stage >= 2 and config.precision.gradients == "float32":
+        raise BadConfig(
+            f"ZeRO stage {stage} sums gradients layer by layer, in precision.compute",
+            where="precision.gradients",
+            fix="compute; or zero.stage of 0 or 1",
+        )
     mesh = _fill_mesh(mesh, num_devices)
     if is_sequence_parallel(config) and config.seq_len % mesh.tp:
         near = [n for n in range(config.seq_len - mesh.tp, config.seq_len + mesh.tp) if n > 0]

@@ -79,6 +79,11 @@ def _compute(dtype: str) -> Callable[[Any], Settings]:
     return lambda on: {"precision.compute": dtype} if on else {}
 
 
+def _gradients(dtype: str) -> Settings:
+    # Sixteen bits are the type of activations, in which gradients come.
+    return {"precision.gradients": "float32" if dtype == "fp32" else "compute"}
+
+
 def _num_bytes(value: Any) -> Settings:
     """`1GB` or a number, in bytes; units are powers of 1024, as AutoTP's examples use them."""
     units = {"": 0, "B": 0, "KB": 1, "MB": 2, "GB": 3}
@@ -206,7 +211,7 @@ TABLE: Mapping[str, Key] = {
     "fp16.min_loss_scale": _SCALING,
     "amp": _not("say bf16 or fp16"),
     "data_types.grad_accum_dtype": _instead("gradients are summed in float32"),
-    "communication_data_type": _instead("gradients are reduced in --precision.compute"),
+    "communication_data_type": _as("--precision.gradients", str, _gradients),
     "prescale_gradients": _instead("micro-batches are weighted before they are summed"),
     "gradient_predivide_factor": _instead("micro-batches are weighted before they are summed"),
     "optimizer.type": _as("--optimizer.name, Adam being AdamW as in DeepSpeed", str, _optimizer),

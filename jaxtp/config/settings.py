@@ -1,19 +1,15 @@
 """Every setting of a training run: one frozen dataclass per concern, read strictly from text.
 
-Sizes are filled in and checked by `jaxtp.sizes`.
+Text becomes a `Config` in `jaxtp.config.files`; sizes are filled in by `jaxtp.config.batch_sizes`.
 """
 
 import dataclasses
-import difflib
-import json
-import tomllib
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_type_hints
 
-from jaxtp.config.deepspeed import TABLE, Line, translate
-from jaxtp.errors import BadConfig, Problems, join
+from jaxtp.errors import BadConfig, Problems
 from jaxtp.mesh.axes import Axis, Shards
 
 Strict = ClassVar[Mapping[str, object]]
@@ -142,12 +138,19 @@ class Communication:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
-    """Type of matrix products; parameters and optimizer state are float32."""
+    """Types of what is stored, multiplied and summed."""
 
     __pydantic_config__: Strict = STRICT
 
+    params: Literal["float32", "bfloat16"] = "float32"
+    """Type of parameters and optimizer state."""
+
     compute: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Type of activations and matrix products."""
+
+    gradients: Literal["compute", "float32"] = "compute"
+    """Type in which replicas sum gradients: that of `compute`, layer by layer during the backward
+    pass, or float32, all at once after it. Micro-batches are summed in float32 either way."""
 
     loss_scale: float = 0.0
     """Under float16, what the loss is multiplied by before the backward pass; 0 adapts it."""
@@ -276,6 +279,12 @@ class Config:
     model: str = "llama-tiny"
     """Preset name, see `jaxtp.models.PRESETS`."""
 
+    layers: int = 0
+    """Layers of the preset that are kept, the first ones; 0 keeps all."""
+
+    attention: Literal["xla", "cudnn"] = "xla"
+    """Kernel of attention; cudnn needs an NVIDIA GPU and 16-bit `precision.compute`."""
+
     seq_len: int = 128
     """Tokens that the model reads of a sequence."""
 
@@ -307,7 +316,7 @@ class Config:
 
 AT_LEAST: Mapping[str, float] = {
     "faults.start_timeout": 1, "faults.step_timeout": 0, "faults.heartbeat_timeout": 1,
-    "seq_len": 1, "steps": 1, "seed": 0, "mesh.tp": 1, "mesh.pp": 1, "batch.size": 0,
+    "layers": 0, "seq_len": 1, "steps": 1, "seed": 0, "mesh.tp": 1, "mesh.pp": 1, "batch.size": 0,
     "batch.micro_size": 0, "batch.accumulation": 1, "pipeline.rounds": 1,
     "pipeline.micro_batches": 0, "communication.gradient_fusion": 0,
     "precision.loss_scale": 0, "precision.loss_scale_window": 1, "optimizer.learning_rate": 0,
@@ -316,48 +325,6 @@ AT_LEAST: Mapping[str, float] = {
     "run.checkpoint_every": 0, "run.keep_last": 1, "run.max_restarts": 0, "run.spike_factor": 0,
 }  # fmt: skip
 """Smallest legal value by setting."""
-
-
-def load(path: Path) -> tuple[Config, tuple[Line, ...]]:
-    """The settings in a file, `.toml` or else JSON, and what became of each DeepSpeed key.
-
-    Raises:
-        BadConfig: TP020, as for `parse`, or if the file cannot be read.
-    """
-    try:
-        text = path.read_text()
-    except (OSError, UnicodeError) as err:
-        raise BadConfig(f"cannot read it: {err}", where=str(path), fix="name a text file") from None
-    return parse(text, "toml" if path.suffix == ".toml" else "json")
-
-
-def parse(text: str, form: Literal["json", "toml"] = "json") -> tuple[Config, tuple[Line, ...]]:
-    """The settings in a text, in jaxtp's spelling, DeepSpeed's, or both.
-
-    Returns:
-        The config, and one line for each DeepSpeed key: mapped or replaced.
-
-    Raises:
-        BadConfig: TP020, for text of another form, an unknown key, a value of the wrong type, a
-            DeepSpeed key that is refused, or one setting given twice. All of them at once.
-    """
-    from pydantic import TypeAdapter, ValidationError
-
-    known = list(settings())
-    settled, origins, lines = translate(_read(text, form), {key.split(".")[0] for key in known})
-    try:
-        # As JSON text, where pydantic can be strict and still build dataclasses from objects.
-        config = TypeAdapter(Config).validate_json(json.dumps(settled))
-    except ValidationError as err:
-        problems = Problems()
-        refusals = [_refusal(error, known, origins) for error in err.errors()]
-        # Every alternative of a union complains on its own; the first complaint will do.
-        for refusal in {refusal.where: refusal for refusal in reversed(refusals)}.values():
-            problems.add(refusal)
-        problems.raise_any()
-        raise AssertionError("pydantic refused a config without an error") from err
-    check_ranges(config)
-    return config, lines
 
 
 def settings(cls: type = Config, prefix: str = "") -> Iterator[str]:
@@ -369,50 +336,6 @@ def settings(cls: type = Config, prefix: str = "") -> Iterator[str]:
             yield from settings(kind, f"{prefix}{field.name}.")  # pyright: ignore[reportArgumentType]
         else:
             yield prefix + field.name
-
-
-def _read(text: str, form: str) -> dict[str, Any]:
-    try:
-        if form == "toml":
-            return tomllib.loads(text)
-        data = json.loads(text, object_pairs_hook=_without_twins, parse_constant=_not_a_number)
-    except (json.JSONDecodeError, tomllib.TOMLDecodeError) as err:
-        raise BadConfig(f"not {form.upper()}: {err}", fix=f"correct the {form.upper()}") from None
-    if not isinstance(data, dict):
-        raise BadConfig(f"a {type(data).__name__} is not settings", fix='{"model": ...}')
-    return data
-
-
-def _without_twins(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """An object, unless a key is in it twice: JSON would take the last one and say nothing."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twin = next(name for name in names if names.count(name) > 1)
-        raise BadConfig("the key is given twice in one object", where=twin, fix="keep one of them")
-    return found
-
-
-def _not_a_number(text: str) -> float:
-    raise BadConfig(f"{text} is not JSON", fix="give a finite number")
-
-
-def _refusal(error: Mapping[str, Any], known: list[str], origins: Mapping[str, str]) -> BadConfig:
-    """What pydantic found wrong, by the name that stands in the file."""
-    parts = [str(part) for part in error["loc"]]
-    # Inside a union pydantic goes on with the name of the alternative that it tried.
-    key = next(
-        (".".join(parts[:n]) for n in range(len(parts), 0, -1) if ".".join(parts[:n]) in known),
-        ".".join(parts),
-    )
-    where = origins.get(key, key)
-    if error["type"] == "unexpected_keyword_argument":
-        near = difflib.get_close_matches(key, (*known, *TABLE), n=1, cutoff=0.5)
-        section = [name for name in known if name.startswith(f"{parts[0]}.")] or known
-        fix = f"did you mean {near[0]}?" if near else f"known: {join(section, 20)}"
-        return BadConfig("unknown key", where=where, fix=fix)
-    what = f"{error['msg']}; got {json.dumps(error['input'], default=str)}"
-    return BadConfig(what, where=where, fix=f"see the help of --{key}")
 
 
 def check_ranges(config: Config) -> None:

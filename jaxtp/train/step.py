@@ -80,6 +80,7 @@ class Step(Generic[State]):
         jitted: The function under it, of (structure, leaves of the state, batch).
         mesh: The Auto mesh that the state lies on.
         shardings: Where each leaf of the state lies, in JAX's flattening order.
+        state_paths: Its path, likewise; the compiled program calls the leaves `arrays[0]`, ...
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class Step(Generic[State]):
         self._user_mesh = mesh
         self._plan_mesh = None if plan is None else plan_mesh(mesh, plan.mesh)
         self.mesh, self.shardings = _places(state, mesh)
+        self.state_paths = tuple(path for path, _ in leaves(state))
         # What the last call returned needs no look in the next one.
         self._known: list[weakref.ref[jax.Array]] = []
         self.jitted = jax.jit(

@@ -62,7 +62,7 @@ class TrainState:
     """Everything that a step changes.
 
     Attributes:
-        params: Parameters, in float32.
+        params: Parameters.
         opt_state: The optimizer's state.
         num_updates: Updates so far, an int32 scalar; skipped steps do not count.
         loss_scale: None except under float16.
@@ -132,7 +132,15 @@ def make_update(
         def weighted(params: PyTree, micro: PyTree) -> jax.Array:
             return loss.total(params, micro) * weight
 
-        total, grads = mean_gradients(weighted, state.params, batch, plan, mesh, num_micro)
+        total, grads = mean_gradients(
+            weighted,
+            state.params,
+            batch,
+            plan,
+            mesh,
+            num_micro,
+            in_float32=settings.gradients == "float32",
+        )
         if state.loss_scale is not None:
             total = total / scale
             grads = jax.tree.map(lambda grad: grad / scale, grads)
@@ -186,6 +194,8 @@ def mean_gradients(
     plan: Plan,
     mesh: Mesh,
     num_micro: int,
+    *,
+    in_float32: bool = False,
 ) -> tuple[jax.Array, PyTree]:
     """Loss and gradients, summed over micro-batches, placed as ZeRO wants them.
 
@@ -196,14 +206,24 @@ def mean_gradients(
         plan: Where gradients lie.
         mesh: The mesh of the parameters.
         num_micro: Micro-batches.
+        in_float32: Whether replicas sum in float32 also where there is one micro-batch.
     """
     placed = functools.partial(_place_gradients, plan=plan, mesh=plan_mesh(mesh, plan.mesh))
+    # Stages sum on each device over all ticks, in the type of the parameters, and reduce once.
+    asked = num_micro > 1 or (in_float32 and plan.stages is None)
+    if asked and plan.zero < 2 and plan.mesh.ways(plan.mesh.batch) > 1:
+        total, grads = _reduce_once(loss, params, batch, plan, mesh, num_micro)
+        return total, placed(_as_parameters(grads, params))
     if num_micro == 1:
         total, grads = jax.value_and_grad(loss)(params, batch)
         return total, placed(grads)
-    if plan.zero < 2 and plan.mesh.ways(plan.mesh.batch) > 1:
-        return _reduce_once(loss, params, batch, plan, mesh, num_micro, placed)
-    return _accumulate(loss, params, batch, num_micro, placed)
+    total, grads = _accumulate(loss, params, batch, num_micro, placed)
+    return total, _as_parameters(grads, params)
+
+
+def _as_parameters(grads: PyTree, params: PyTree) -> PyTree:
+    """Sums, which are float32, in the types that the optimizer expects."""
+    return jax.tree.map(lambda grad, param: grad.astype(param.dtype), grads, params)
 
 
 def _accumulate(
@@ -213,7 +233,7 @@ def _accumulate(
     num_micro: int,
     placed: Callable[[PyTree], PyTree],
 ) -> tuple[jax.Array, PyTree]:
-    """One micro-batch after the other; only one set of activations is alive."""
+    """One micro-batch after the other, summed in float32; one set of activations is alive."""
 
     def split(x: jax.Array) -> jax.Array:
         # Strided: every device divides the rows it has. Contiguous micro-batches would each lie on
@@ -224,8 +244,11 @@ def _accumulate(
         total, grads = jax.value_and_grad(loss)(params, micro)
         return jax.tree.map(jnp.add, sums, (total, placed(grads))), None
 
-    zeros = (jnp.float32(0), placed(jax.tree.map(jnp.zeros_like, params)))
-    return jax.lax.scan(add, zeros, jax.tree.map(split, batch))[0]
+    def zeros(param: jax.Array) -> jax.Array:
+        return jnp.zeros(param.shape, jnp.float32)
+
+    first = (jnp.float32(0), placed(jax.tree.map(zeros, params)))
+    return jax.lax.scan(add, first, jax.tree.map(split, batch))[0]
 
 
 def _reduce_once(
@@ -235,9 +258,8 @@ def _reduce_once(
     plan: Plan,
     mesh: Mesh,
     num_micro: int,
-    placed: Callable[[PyTree], PyTree],
 ) -> tuple[jax.Array, PyTree]:
-    """As `_accumulate`, with one reduction over the batch axes at the end.
+    """As `_accumulate`, with one float32 reduction over the batch axes at the end.
 
     Left to XLA, each layer of each micro-batch reduces its gradients. Replicated gradients can be
     summed on each device first; those that ZeRO shards cannot, they would not fit.
@@ -253,7 +275,7 @@ def _reduce_once(
             sums = _accumulate(loss, params, batch, num_micro, lambda grads: grads)
         return jax.lax.psum(sums, axes)
 
-    total, grads = jax.shard_map(
+    return jax.shard_map(
         local,
         mesh=own_mesh,
         in_specs=(PartitionSpec(), PartitionSpec(axes)),
@@ -261,7 +283,6 @@ def _reduce_once(
         axis_names=set(axes),
         check_vma=False,
     )(params, batch)
-    return total, placed(grads)
 
 
 def _place_gradients(grads: PyTree, *, plan: Plan, mesh: Mesh) -> PyTree:

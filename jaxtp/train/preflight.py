@@ -1,7 +1,4 @@
-"""A run on paper: its step compiled for GPUs that are not there, and the price of its mesh.
-
-No array exists.
-"""
+"""Preflight of a config: its step compiled for GPUs that are not there, and what its mesh costs."""
 
 import dataclasses
 import json
@@ -9,17 +6,14 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
-from jaxtp import models
-from jaxtp.activations.by_name import use_plan
 from jaxtp.compile.deviceless import preflight
+from jaxtp.compile.options import CompileOptions
 from jaxtp.compile.report import Report
 from jaxtp.config.batch_sizes import resolve
-from jaxtp.config.settings import Config, parse
+from jaxtp.config.files import parse
+from jaxtp.config.settings import Config
 from jaxtp.cost.floor import plan_floor_bytes, stream_bytes
 from jaxtp.cost.flops import model_flops
 from jaxtp.cost.memory import state_bytes_per_device
@@ -29,20 +23,19 @@ from jaxtp.errors import DoesNotFit, JaxtpWarning
 from jaxtp.hardware.clusters import Cluster
 from jaxtp.hardware.gpus import Target
 from jaxtp.mesh.axes import Axis
-from jaxtp.mesh.build import plan_mesh
-from jaxtp.placement.arrays import shard
 from jaxtp.placement.train_state import slots
 from jaxtp.plan.decisions import Plan
 from jaxtp.rules.model_dims import ModelDims
-from jaxtp.train.optimizer import build_optimizer
-from jaxtp.train.setup import axis_sizes, model_of, options_of, plan_of, stage_kinds, update_of
-from jaxtp.train.update import TrainState, init_state
+from jaxtp.train.config_step import abstract_state, abstract_step, options_of
+from jaxtp.train.planning import axis_sizes, model_of, plan_of, stage_kinds
+from jaxtp.train.update import TrainState
 
 
 def preflight_config(
     config: Config,
     *,
-    entry: str = "jaxtp.train.paper:abstract_step",
+    entry: str = "jaxtp.train.preflight:step_on_target",
+    options: CompileOptions | None = None,
     time_limit: float = 900.0,
     on_progress: Callable[[float], None] = lambda _: None,
 ) -> tuple[Plan, Report]:
@@ -51,7 +44,8 @@ def preflight_config(
     Args:
         config: Settings; `target` says for which machine, e.g. `h100:8x8`.
         entry: What makes the step from the settings, `module:function`; another one than
-            `abstract_step` compiles the same run by another plan.
+            `step_on_target` compiles the same run by another plan, against the same lower bound.
+        options: Compile options other than those of `config.communication`.
         time_limit: Seconds that the compiler may take.
         on_progress: Called a few times a second with the seconds so far.
 
@@ -63,36 +57,57 @@ def preflight_config(
     # One program runs on all kinds of GPU, so it has to fit the smallest.
     target = Cluster.parse(config.target).smallest
     config = resolve(config, target.num_devices)
-    mesh = axis_sizes(config)
-    model = model_of(config)
+    model, state = model_of(config), abstract_state(config)
     dims = ModelDims.of(model)
-    plan = plan_of(config, model, mesh)
+    plan = plan_of(config, model, axis_sizes(config))
     warn_across_hosts(config, plan, target)
-    refuse_too_large(config, abstract_state(config, model), plan, target)
+    refuse_too_large(config, state, plan, target)
     tokens = config.batch.size * config.seq_len
     report = preflight(
         entry,
         target=target,
-        mesh=mesh,
+        mesh=dict(plan.mesh.sizes),
         keywords={"settings": json.dumps(dataclasses.asdict(config), default=str)},
-        options=options_of(config.communication),
+        options=options or options_of(config.communication),
         tensor_axes=plan.mesh.tp,
         floor_bytes=plan_floor_bytes(plan, dims, tokens=tokens, dtype=model.dtype),
         model_flops=model_flops(plan, dims, tokens=tokens, seq=config.seq_len).full,
         time_limit=time_limit,
         on_progress=on_progress,
     )
-    notes = (*report.notes, *_offloaded(config, plan), *strategies(config, plan))
+    notes = (*report.notes, *_offloaded(config, state, plan), *strategies(config, plan))
     return plan, dataclasses.replace(report, notes=notes)
 
 
-def _offloaded(config: Config, plan: Plan) -> tuple[str, ...]:
+def step_on_target(mesh: Mesh, settings: str) -> tuple[Any, tuple[Any, ...]]:
+    """The jitted step of a config and its arguments as structs; runs in the compiler's process.
+
+    Args:
+        mesh: The target's devices, on the axes of the plan.
+        settings: A resolved config as JSON text.
+    """
+    config, mesh = resolved(settings, mesh)
+    return abstract_step(config, plan_of(config, model_of(config), mesh), mesh)
+
+
+def resolved(settings: str, mesh: Mesh) -> tuple[Config, Mesh]:
+    """What an entry is given, as training has it: the config, and the mesh on the config's axes.
+
+    Args:
+        settings: A resolved config as JSON text.
+        mesh: Devices on the axes of the plan, which may be factors of the one tensor axis.
+    """
+    config, _ = parse(settings)
+    sizes = axis_sizes(config)
+    return config, Mesh(mesh.devices.reshape(tuple(sizes.values())), tuple(sizes))
+
+
+def _offloaded(config: Config, state: TrainState, plan: Plan) -> tuple[str, ...]:
     """What the compiled memory has too much of, if the optimizer's state is to be on the host."""
     if config.zero.offload_optimizer == "none":
         return ()
     # Compiled without a device, programs have no host memory.
-    state = abstract_state(config, model_of(config)).opt_state
-    held = state_bytes_per_device(state, slots(state, plan), plan.mesh)
+    held = state_bytes_per_device(state.opt_state, slots(state.opt_state, plan), plan.mesh)
     return (
         f"the peak counts {held / 2**30:,.2f} GiB of optimizer state per GPU, which "
         "zero.offload_optimizer keeps in the host's memory between steps",
@@ -115,7 +130,7 @@ def strategies(config: Config, plan: Plan) -> tuple[str, ...]:
 def work_of(config: Config, plan: Plan) -> Work:
     """What the layers of a resolved config cost on one device of a stage."""
     model = model_of(config)
-    places = slots(state := abstract_state(config, model), plan)
+    places = slots(state := abstract_state(config), plan)
     return layer_work(
         plan,
         ModelDims.of(model),
@@ -128,48 +143,6 @@ def work_of(config: Config, plan: Plan) -> Work:
             state, places, plan.mesh, cut_by=plan.mesh.name_of(Axis.PP)
         ),
     )
-
-
-def abstract_step(mesh: Mesh, settings: str) -> tuple[Any, tuple[Any, ...]]:
-    """The jitted step of a config and its arguments as structs; runs in the compiler's process.
-
-    Args:
-        mesh: The target's devices.
-        settings: A resolved config as JSON text.
-    """
-    config, _ = parse(settings)
-    return planned_step(config, plan_of(config, model_of(config), mesh), mesh)
-
-
-def planned_step(config: Config, plan: Plan, mesh: Mesh) -> tuple[Any, tuple[Any, ...]]:
-    """The same as `abstract_step`, for a plan from anywhere.
-
-    Args:
-        config: Resolved settings.
-        plan: Where the state lies.
-        mesh: The target's devices.
-    """
-    model, own_mesh = model_of(config), plan_mesh(mesh, plan.mesh)
-    state = shard(abstract_state(config, model), mesh, plan=plan)
-    update = update_of(config, model, plan, mesh)
-
-    def step(state: TrainState, batch: Any) -> Any:
-        with use_plan(plan, own_mesh):
-            return update(state, batch)
-
-    rows = NamedSharding(own_mesh, PartitionSpec(plan.mesh.batch or None))
-    shape = (config.batch.size, config.seq_len + 1)
-    batch = {"tokens": jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows)}
-    places = jax.tree.map(lambda leaf: leaf.sharding, state)
-    donated = 0 if config.communication.donate else ()
-    return jax.jit(step, out_shardings=(places, None), donate_argnums=donated), (state, batch)
-
-
-def abstract_state(config: Config, model: models.Config) -> TrainState:
-    """The whole train state as structs."""
-    tx, _ = build_optimizer(config.optimizer, config.steps)
-    _, params = nnx.split(models.abstract(model))
-    return jax.eval_shape(lambda params: init_state(params, tx, config.precision), params)
 
 
 def refuse_too_large(config: Config, state: TrainState, plan: Plan, target: Target) -> None:

@@ -1,0 +1,96 @@
+"""Settings -> sizes of the model, sizes of the mesh, the plan, and how stages share the layers."""
+
+import dataclasses
+from collections.abc import Mapping
+
+from jax.sharding import Mesh
+
+from jaxtp import models
+from jaxtp.config.batch_sizes import is_sequence_parallel
+from jaxtp.config.settings import Config
+from jaxtp.cost.stage_balance import deal
+from jaxtp.errors import BadConfig
+from jaxtp.hardware.clusters import Cluster
+from jaxtp.hardware.gpus import DeviceKind
+from jaxtp.mesh.axes import Axis
+from jaxtp.plan.decisions import Plan
+from jaxtp.plan.stages import Stages
+from jaxtp.rules.planner import make_plan
+
+
+def model_of(config: Config) -> models.Config:
+    """The model of a config: of a preset, with the types, remat, kernel and layers it asks for.
+
+    Raises:
+        BadConfig: TP020, if no preset has the name, or it has fewer layers.
+    """
+    published = models.config_of(config.model)
+    layers = config.layers or published.num_hidden_layers
+    if layers > published.num_hidden_layers:
+        raise BadConfig(
+            f"{config.model} has {published.num_hidden_layers} layers, not {layers}",
+            where="layers",
+            fix=f"at most {published.num_hidden_layers}; 0 for all",
+        )
+    return dataclasses.replace(
+        published,
+        num_hidden_layers=layers,
+        dtype=config.precision.compute,
+        param_dtype=config.precision.params,
+        remat=config.remat,
+        attention_implementation=config.attention,
+    )
+
+
+def axis_sizes(config: Config) -> dict[str, int]:
+    """The mesh of a resolved config as `make_mesh` orders it; axes of size 1 are left out."""
+    sizes = config.mesh.sizes.items()
+    return {axis.value: size for axis, size in sizes if size > 1 or axis is Axis.TP}
+
+
+def plan_of(config: Config, model: models.Config, mesh: Mesh | Mapping[str, int]) -> Plan:
+    """The plan of a resolved config's model on a mesh, or on the sizes of one."""
+    assert config.zero.stage is not None
+    plan = make_plan(
+        models.abstract(model),
+        mesh,
+        config=model,
+        policy=config.tensor.policy,
+        zero=config.zero.stage,
+        stages=stages_of(config, model),
+        pad_vocab=config.tensor.pad_vocab,
+        strict=config.tensor.strict,
+    )
+    return dataclasses.replace(
+        plan, sequence_parallel=is_sequence_parallel(config), overlap=config.communication.overlap
+    )
+
+
+def stages_of(config: Config, model: models.Config) -> Stages | None:
+    """How the layers of a resolved config are assigned; None without stages.
+
+    Raises:
+        BadConfig: TP020, for a target of several kinds that the settings do not allow.
+        BadTarget, BadMesh: TP116, TP010, if stages cannot be of one kind each.
+        BadStages: TP074, if there are fewer layers than chunks.
+    """
+    kinds, pipeline = stage_kinds(config), config.pipeline
+    if config.mesh.pp == 1:
+        return None
+    batch = {"micro_batches": pipeline.micro_batches, "num_rounds": pipeline.rounds}
+    if kinds:
+        return deal(pipeline.load_balance, model.num_hidden_layers, kinds, **batch)
+    return Stages.even(model.num_hidden_layers, config.mesh.pp, **batch)
+
+
+def stage_kinds(config: Config) -> tuple[DeviceKind, ...]:
+    """The kind of GPU of each stage where the target has several; else `()`."""
+    if "+" not in config.target:
+        return ()
+    if not config.pipeline.allow_heterogeneous:
+        raise BadConfig(
+            f"the target {config.target} has several kinds of GPU",
+            where="pipeline.allow_heterogeneous",
+            fix="true; stages of one kind each then get layers by pipeline.load_balance",
+        )
+    return Cluster.parse(config.target).stage_kinds(axis_sizes(config))
