@@ -26,8 +26,11 @@ from tables import Cell, Flag, Section, tabulate
 from jaxtp.compile.analysis import RUNTIME_BYTES
 from jaxtp.compile.options import compile_options
 from jaxtp.compile.report import GIB, Report, Row
+from jaxtp.config.files import changed
+from jaxtp.config.presets import preset
+from jaxtp.config.settings import Config
 from jaxtp.hardware.links import MIB
-from jaxtp.train.preset import StepOptions, preflight_preset
+from jaxtp.train.preflight import preflight_config
 
 Overlap = Literal["off", "auto", "aggressive"]
 Peer = Literal["jaxtp", "megatron", "largest", "replicated"]
@@ -37,6 +40,9 @@ AUTOTP = {"AutoTP, default": ("+13.6%", "-7%"), "AutoTP, optimised": ("+49.6%", 
 
 SHAPES = (("llama3-8b", 4, 2048), ("llama3-70b", 2, 4096), ("gpt3-175b", 2, 2048))
 """Models, with sequences per replica and their tokens."""
+
+AGGRESSIVE = {"communication.overlap": "aggressive"}
+SEQUENCE_PARALLEL = {"communication.sequence_parallel": True}
 
 PEERS: tuple[Peer, ...] = ("megatron", "largest", "replicated")
 
@@ -48,8 +54,7 @@ NOTICED_BYTES = MIB
 class Case:
     """One program to compile; equal cases are compiled once."""
 
-    step: StepOptions
-    target: str = "h100:1x8"
+    step: Config
     peer: Peer = "jaxtp"
     scheduler: Overlap = "auto"
     """The compile options of this overlap profile; the step's own `overlap` is its structure."""
@@ -61,16 +66,18 @@ class Compiler:
     """Compiles cases, each once, and shows which one is at work."""
 
     console: Console
-    reports: dict[Case, Report] = dataclasses.field(default_factory=dict)
+    reports: dict[str, Report] = dataclasses.field(default_factory=dict)
 
     def __call__(self, case: Case) -> Report:
         """The report of a case."""
-        if case not in self.reports:
-            self.reports[case] = self._compile(case)
-        return self.reports[case]
+        key = repr(case)
+        if key not in self.reports:
+            self.reports[key] = self._compile(case)
+        return self.reports[key]
 
     def _compile(self, case: Case) -> Report:
-        what = f"{case.step.model}, tp={case.step.tp} on {case.target}, {case.peer}"
+        step = case.step
+        what = f"{step.model}, tp={step.mesh.tp} on {step.target}, {case.peer}"
         columns = SpinnerColumn(), TextColumn("{task.description}")
         quiet = not self.console.is_terminal
         with Progress(*columns, console=self.console, transient=True, disable=quiet) as progress:
@@ -80,17 +87,9 @@ class Compiler:
                 text = f"compile {len(self.reports) + 1}: {what}: {seconds:.0f} s"
                 progress.update(task, description=text)
 
-            module = (
-                "jaxtp.train.preset:preset" if case.peer == "jaxtp" else f"comm_peers:{case.peer}"
-            )
+            entry = {} if case.peer == "jaxtp" else {"entry": f"comm_peers:{case.peer}_step"}
             options = compile_options(overlap=case.scheduler, gradient_fusion=case.fusion)
-            return preflight_preset(
-                case.step,
-                case.target,
-                entry=f"{module}_step",
-                compiler_options=options,
-                on_progress=show,
-            )[1]
+            return preflight_config(step, options=options, on_progress=show, **entry)[1]
 
 
 def messages(report: Report, axis: str = "tp") -> list[Row]:
@@ -146,23 +145,23 @@ def floor(compiler: Compiler) -> Section:
     for model, batch, seq in SHAPES:
         for tp in (2, 4, 8):
             # What tp leaves over is dp; each replica has the same batch.
-            step = StepOptions(
-                model=model,
-                tp=tp,
-                batch=batch * 8 // tp,
-                seq=seq,
-                layers=layers,
-                attention=kernel,
-                optimizer="none",
-                pad_vocab=True,
+            step = preset(
+                model,
+                **{
+                    "mesh.tp": tp,
+                    "batch.size": batch * 8 // tp,
+                    "seq_len": seq,
+                    "layers": layers,
+                    "attention": kernel,
+                    "optimizer.name": "sgd",
+                    "tensor.pad_vocab": True,
+                },
             )
-            cut = dataclasses.replace(step, sequence_parallel=True)
+            cut = changed(step, SEQUENCE_PARALLEL)
             cases = {"jaxtp": Case(step=step), "jaxtp, sequence": Case(step=cut)}
             cases |= {peer: Case(step=step, peer=peer) for peer in PEERS if tp == 8}
             if tp == 8:  # it cuts heads, which cuDNN refuses
-                cases["largest"] = Case(
-                    step=dataclasses.replace(step, attention="xla"), peer="largest"
-                )
+                cases["largest"] = Case(step=changed(step, {"attention": "xla"}), peer="largest")
             base = compiler(cases["jaxtp"]).floor_bytes
             assert base is not None
             for name, case in cases.items():
@@ -199,13 +198,12 @@ def floor(compiler: Compiler) -> Section:
 
 def replicas(compiler: Compiler) -> Section:
     """32 replicas of tp 8: what crosses the network."""
-    step = StepOptions(model="llama3-70b", tp=8, batch=32, seq=2048, param_dtype="float32")
+    step = preset("llama3-70b", **{"target": "h100:32x8", "batch.size": 32, "seq_len": 2048})
+    in_float32 = changed(step, {"precision.gradients": "float32"})
     variants = {
-        "fused, bf16": Case(step=step, target="h100:32x8"),
-        "not fused, bf16": Case(step=step, target="h100:32x8", fusion=False),
-        "fused, fp32": Case(
-            step=dataclasses.replace(step, wide_gradients=True), target="h100:32x8"
-        ),
+        "fused, bf16": Case(step=step),
+        "not fused, bf16": Case(step=step, fusion=False),
+        "fused, fp32": Case(step=in_float32),
     }
     rows: list[dict[str, Cell]] = []
     counts: dict[str, int] = {}
@@ -243,6 +241,20 @@ def replicas(compiler: Compiler) -> Section:
     )
 
 
+def deep(model: str, batch: int, kernel: str) -> Config:
+    """A model with 80 layers, as llama3-70b has them, parameters and moments in bfloat16."""
+    return preset(
+        model,
+        **{
+            "batch.size": batch,
+            "seq_len": 4096,
+            "layers": 80,
+            "attention": kernel,
+            "precision.params": "bfloat16",
+        },
+    )
+
+
 def overlap(compiler: Compiler) -> Section:
     """How much of the wire time hides at the real depth, and what each lever gives."""
     kernel = attention()
@@ -255,12 +267,10 @@ def overlap(compiler: Compiler) -> Section:
         "aggressive: both": ("aggressive", "aggressive"),
     }
     for model, batch, wanted in (("llama3-70b", 2, 0.92), ("llama3-8b", 4, 0.83)):
-        step = StepOptions(
-            model=model, batch=batch, seq=4096, layers=80, attention=kernel, param_dtype="bfloat16"
-        )
+        step = deep(model, batch, kernel)
         found = {
             name: compiler(
-                Case(step=dataclasses.replace(step, overlap=structure), scheduler=scheduler)
+                Case(step=changed(step, {"communication.overlap": structure}), scheduler=scheduler)
             )
             for name, (structure, scheduler) in levers.items()
         }
@@ -300,18 +310,15 @@ def overlap(compiler: Compiler) -> Section:
 
 def memory(compiler: Compiler) -> Section:
     """The aggressive profile against the step that one writes first."""
-    step = StepOptions(model="llama3-8b", batch=4, seq=4096, attention=attention())
-    naive = dataclasses.replace(step, donate=False, remat="none")
+    step = preset("llama3-8b", **{"batch.size": 4, "seq_len": 4096, "attention": attention()})
+    donated = changed(step, {"remat": "none"})
+    naive = changed(donated, {"communication.donate": False})
     variants = {
         "naive: no donation, no remat": Case(step=naive),
-        "donated": Case(step=dataclasses.replace(naive, donate=True)),
+        "donated": Case(step=donated),
         "default: donated, block outputs kept": Case(step=step),
-        "aggressive": Case(
-            step=dataclasses.replace(step, overlap="aggressive"), scheduler="aggressive"
-        ),
-        "default with sequence parallelism": Case(
-            step=dataclasses.replace(step, sequence_parallel=True)
-        ),
+        "aggressive": Case(step=changed(step, AGGRESSIVE), scheduler="aggressive"),
+        "default with sequence parallelism": Case(step=changed(step, SEQUENCE_PARALLEL)),
     }
     base = compiler(variants["naive: no donation, no remat"])
     rows: list[dict[str, Cell]] = []
@@ -339,11 +346,18 @@ def _layer_seconds(report: Report) -> float:
 def gpt3(compiler: Compiler) -> Section:
     """Manual tensor parallelism, jaxtp's default and its aggressive profile on GPT-3's layers."""
     kernel, batch, seq, layers = attention(), 4, 2048, 19
-    step = StepOptions(
-        model="gpt3-175b", batch=batch, seq=seq, layers=layers, attention=kernel, pad_vocab=True
+    step = preset(
+        "gpt3-175b",
+        **{
+            "batch.size": batch,
+            "seq_len": seq,
+            "layers": layers,
+            "attention": kernel,
+            "tensor.pad_vocab": True,
+        },
     )
-    full = dataclasses.replace(step, remat="full")
-    hiding = dataclasses.replace(step, overlap="aggressive")
+    full = changed(step, {"remat": "full"})
+    hiding = changed(step, AGGRESSIVE)
     variants = {
         "manual TP, full recomputation": Case(step=full, peer="megatron"),
         "manual TP, block outputs kept": Case(step=step, peer="megatron"),
@@ -351,7 +365,7 @@ def gpt3(compiler: Compiler) -> Section:
         "jaxtp, options only": Case(step=step, scheduler="aggressive"),
         "jaxtp aggressive": Case(step=hiding, scheduler="aggressive"),
         "jaxtp, sequence parallelism": Case(
-            step=dataclasses.replace(step, sequence_parallel=True), scheduler="aggressive"
+            step=changed(step, SEQUENCE_PARALLEL), scheduler="aggressive"
         ),
     }
     reports = {name: compiler(case) for name, case in variants.items()}

@@ -31,12 +31,16 @@ import tyro
 
 import jaxtp
 from jaxtp.compile.report import GIB, Report
+from jaxtp.config.batch_sizes import resolve
+from jaxtp.config.presets import preset
+from jaxtp.config.settings import Config
 from jaxtp.cost.flops import StepFlops, model_flops
 from jaxtp.errors import BadTarget, BadTopology, CheckFailed, DoesNotFit
 from jaxtp.hardware.gpus import KINDS, DeviceKind, kind_of
-from jaxtp.models import config_of
 from jaxtp.rules.model_dims import ModelDims
-from jaxtp.train.preset import StepOptions, preflight_preset, preset_plan, preset_step
+from jaxtp.train.config_step import abstract_step
+from jaxtp.train.planning import model_of, plan_of
+from jaxtp.train.preflight import preflight_config
 
 Flag = tyro.conf.FlagCreatePairsOff[bool]
 
@@ -82,14 +86,14 @@ def main(
         f"products, {kind.hbm_bandwidth / 1e12:.2f} TB/s; saved as {save}"
     )
 
-    options, report = choose(model, batch, seq, f"{save}:1x1", "xla" if rehearse else "cudnn")
+    config, report = choose(model, batch, seq, f"{save}:1x1", "xla" if rehearse else "cudnn")
     say(
-        f"predicted: peak {report.peak_bytes / GIB:.2f} GiB at batch {options.batch} x {seq}, "
+        f"predicted: peak {report.peak_bytes / GIB:.2f} GiB at batch {config.batch.size} x {seq}, "
         f"{report.step_seconds_modelled * 1e3:,.1f} ms a step (modelled)"
     )
 
-    seconds, peak = measure(options, steps)
-    found = results(options, kind, report, seconds, peak)
+    seconds, peak = measure(config, steps)
+    found = results(config, kind, report, seconds, peak)
     print(_json(found) if as_json else _text(found))
     if peak is not None and abs(found["peak_ratio"] - 1) > PEAK_TOLERANCE:
         raise CheckFailed(
@@ -157,37 +161,45 @@ def _fastest(call: Callable[[jax.Array], jax.Array], x: jax.Array, repeats: int 
     return min(seconds)
 
 
-def choose(
-    model: str, batch: int, seq: int, target: str, attention: str
-) -> tuple[StepOptions, Report]:
+def choose(model: str, batch: int, seq: int, target: str, attention: str) -> tuple[Config, Report]:
     """The step to run and its preflight: the given batch, or the largest that fits.
 
     Raises:
         DoesNotFit: TP114, if not even one sequence does.
     """
     for size in (batch,) if batch else BATCHES:
-        options = StepOptions(model=model, tp=1, batch=size, seq=seq, attention=attention)
-        report = preflight_preset(options, target)[1]
+        config = preset(
+            model,
+            **{
+                "target": target,
+                "mesh.tp": 1,
+                "batch.size": size,
+                "seq_len": seq,
+                "attention": attention,
+            },
+        )
+        report = preflight_config(config)[1]
         if batch or report.peak_bytes <= MEMORY_SHARE * report.card_bytes:
-            return options, report
+            return resolve(config, 1), report
     raise DoesNotFit(
         f"{model} with one sequence of {seq} tokens takes {report.peak_bytes / GIB:.1f} GiB",
         fix="a smaller model or shorter sequences",
     )
 
 
-def measure(options: StepOptions, steps: int) -> tuple[list[float], int | None]:
+def measure(config: Config, steps: int) -> tuple[list[float], int | None]:
     """Seconds of each step on random tokens, and the peak of device memory in bytes.
 
     The peak is None where the backend does not count, as on CPUs.
     """
     mesh = jaxtp.make_mesh(tp=1, dp=1, devices=jax.devices()[:1])
-    step, structs = preset_step(mesh, **dataclasses.asdict(options))
+    model = model_of(config)
+    step, structs = abstract_step(config, plan_of(config, model, mesh), mesh)
     places = jax.tree.map(lambda leaf: leaf.sharding, structs)
 
     def fill(leaf: jax.ShapeDtypeStruct, key: jax.Array) -> jax.Array:
         if jnp.issubdtype(leaf.dtype, jnp.integer):
-            most = 2 if leaf.ndim == 0 else config_of(options.model).vocab_size
+            most = 2 if leaf.ndim == 0 else model.vocab_size
             return jax.random.randint(key, leaf.shape, 0, most, leaf.dtype)
         # Positive, for second moments are under a root.
         return 0.02 * jnp.abs(jax.random.normal(key, leaf.shape, leaf.dtype))
@@ -199,29 +211,29 @@ def measure(options: StepOptions, steps: int) -> tuple[list[float], int | None]:
         return [fill(leaf, key) for leaf, key in zip(leaves, keys, strict=True)]
 
     tree = jax.tree.unflatten(jax.tree.structure(structs), random())
-    params, opt_state, tokens = jax.tree.map(jax.device_put, tree, places)
+    state, batch = jax.tree.map(jax.device_put, tree, places)
     del tree
     seconds = []
     for _ in range(WARM_STEPS + steps):
         start = time.perf_counter()
-        params, opt_state, loss = step(params, opt_state, tokens)
-        loss.block_until_ready()
+        state, metrics = step(state, batch)
+        metrics["loss"].block_until_ready()
         seconds.append(time.perf_counter() - start)
     stats = jax.devices()[0].memory_stats() or {}
     return seconds[WARM_STEPS:], stats.get("peak_bytes_in_use")
 
 
 def results(
-    options: StepOptions, kind: DeviceKind, report: Report, seconds: list[float], peak: int | None
+    config: Config, kind: DeviceKind, report: Report, seconds: list[float], peak: int | None
 ) -> dict[str, Any]:
     """Every figure by name."""
-    median, tokens = statistics.median(seconds), options.batch * options.seq
-    flops = flops_of(options)
+    median, tokens = statistics.median(seconds), config.batch.size * config.seq_len
+    flops = flops_of(config)
     return {
         "device": kind.description,
-        "model": options.model,
-        "batch": options.batch,
-        "seq": options.seq,
+        "model": config.model,
+        "batch": config.batch.size,
+        "seq": config.seq_len,
         "step_seconds": median,
         "step_seconds_spread": (max(seconds) - min(seconds)) / median,
         "step_seconds_modelled": report.step_seconds_modelled,
@@ -237,12 +249,12 @@ def results(
     }
 
 
-def flops_of(options: StepOptions) -> StepFlops:
+def flops_of(config: Config) -> StepFlops:
     """Model FLOPs of a step, recomputation left out."""
-    plan = preset_plan({"tp": 1}, options)[1]
-    tokens = options.batch * options.seq
-    dims = ModelDims.of(config_of(options.model))
-    return model_flops(plan, dims, tokens=tokens, seq=options.seq)
+    model = model_of(config)
+    plan = plan_of(config, model, {"tp": 1})
+    tokens = config.batch.size * config.seq_len
+    return model_flops(plan, ModelDims.of(model), tokens=tokens, seq=config.seq_len)
 
 
 def _tera(flops: float) -> str:

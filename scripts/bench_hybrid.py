@@ -38,8 +38,8 @@ from jaxtp.hardware.gpus import KINDS
 from jaxtp.layers.stacked import scan_layers
 from jaxtp.mesh.build import plan_mesh
 from jaxtp.plan.stages import Stages
-from jaxtp.train.paper import preflight_config, stage_kinds, work_of
-from jaxtp.train.setup import axis_sizes, model_of, plan_of
+from jaxtp.train.planning import axis_sizes, model_of, plan_of, stage_kinds
+from jaxtp.train.preflight import preflight_config, work_of
 
 CLUSTERS = ("a100-80:1x8+h100:1x8", "a100-40:1x8+h200:1x8")
 
@@ -83,7 +83,8 @@ def mixed() -> Section:
             for target, gain in zip(CLUSTERS, gains, strict=True)
         ],
         notes=[
-            "a step is ticks x (slowest chunk + 2 permutes) + head, see jaxtp.balance.step_seconds",
+            "a step is ticks x (slowest chunk + 2 permutes) + head, see "
+            "jaxtp.cost.stage_balance.step_seconds",
             "GB of layers: one program runs everywhere, so each GPU stores as many as the longest "
             "stage; MEMORY_FIRST assigns layers by memory and saves none by itself",
         ],
@@ -300,7 +301,7 @@ def gpt3() -> Section:
     default = dataclasses.replace(plain, remat="block_outputs", communication=cut)
     hiding = dataclasses.replace(plain, communication=Communication(overlap="aggressive"))
     twice = Batch(size=64)
-    by_hand = "comm_peers:megatron_config_step"
+    by_hand = "comm_peers:megatron_step"
     variants = {
         "manual": (plain, by_hand),
         "manual, twice the batch": (dataclasses.replace(plain, batch=twice), by_hand),

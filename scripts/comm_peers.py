@@ -1,8 +1,10 @@
-"""The plans that jaxtp is compared with in `bench_comm.py`, on the same preset and step.
+"""The plans that jaxtp is compared with in `bench_comm.py` and `bench_hybrid.py`, on the same step.
 
-megatron    specs written by hand, constraints where an expert puts them
-largest     each array cut along its largest dim that tp divides; XLA places activations
-replicated  every array replicated
+    megatron    specs written by hand, constraints where an expert puts them
+    largest     each array sharded along its largest dim that tp divides; XLA places activations
+    replicated  every array replicated on every device
+
+Each `NAME_step` is an entry for `jaxtp.train.preflight.preflight_config`.
 """
 
 import dataclasses
@@ -12,14 +14,15 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from jaxtp.config.settings import parse
+import jaxtp
+from jaxtp.config.settings import Config
 from jaxtp.mesh.axes import Axis
-from jaxtp.plan.decisions import ParamDecision
-from jaxtp.train import paper
-from jaxtp.train.preset import StepOptions, planned_step, preset_plan
-from jaxtp.train.setup import model_of, plan_of
+from jaxtp.plan.decisions import ParamDecision, Plan
+from jaxtp.train.config_step import abstract_batch, abstract_state, abstract_step, update_of
+from jaxtp.train.planning import model_of, plan_of
+from jaxtp.train.preflight import resolved
 
-# Path of a parameter -> the dim that Megatron-LM cuts, None for whole; the first dim is the layer.
+# Path of a parameter -> the dim that Megatron-LM shards, None for none; the first dim is the layer.
 MEGATRON: Mapping[str, int | None] = {
     r"(embed_tokens|wte)/embedding": 0,
     r"lm_head/kernel": 1,
@@ -36,59 +39,59 @@ MEGATRON: Mapping[str, int | None] = {
 }
 
 
-def megatron_step(mesh: Mesh, **settings: Any) -> Any:
-    """The preset's step by the plan that an expert writes."""
-    return _peer(mesh, StepOptions(**settings), lambda d, _: _by_hand(d), constrain=True)
+def megatron_step(mesh: Mesh, settings: str) -> Any:
+    """The step by the plan that an expert writes; fsdp shards what jaxtp would."""
+    config, plan, mesh = _as_planned(mesh, settings)
+    fsdp = plan.mesh.name_of(Axis.FSDP)
+
+    def by_hand(d: ParamDecision) -> ParamDecision:
+        (cut,) = [dim for rule, dim in MEGATRON.items() if re.fullmatch(rule, d.path)]
+        spec = tuple(
+            (plan.mesh.tp if dim == cut else ()) + tuple(axis for axis in axes if axis == fsdp)
+            for dim, axes in enumerate(d.spec)
+        )
+        return d.revise(spec, "by hand")
+
+    return abstract_step(config, _replanned(plan, by_hand), mesh)
 
 
-def megatron_config_step(mesh: Mesh, settings: str) -> Any:
-    """The step of a config file by the plan that an expert writes; fsdp cuts what jaxtp would."""
-    config, _ = parse(settings)
-    plan = plan_of(config, model_of(config), mesh)
-    decisions: list[ParamDecision] = []
-    for d in plan.decisions:
-        name = plan.mesh.name_of(Axis.FSDP)
-        fsdp = [tuple(axis for axis in axes if axis == name) for axes in d.spec]
-        cut = _by_hand(d)
-        spec = tuple((("tp",) if dim == cut else ()) + fsdp[dim] for dim in range(len(d.shape)))
-        decisions.append(d.revise(spec, "by hand"))
-    return paper.planned_step(config, dataclasses.replace(plan, decisions=tuple(decisions)), mesh)
+def largest_step(mesh: Mesh, settings: str) -> Any:
+    """The step with every array sharded along its largest dim that divides."""
+    config, plan, mesh = _as_planned(mesh, settings)
+
+    def largest(d: ParamDecision) -> ParamDecision:
+        dims = [dim for dim, size in enumerate(d.shape) if size % config.mesh.tp == 0]
+        cut = max(dims, key=lambda dim: d.shape[dim], default=None)
+        spec = tuple(plan.mesh.tp if dim == cut else () for dim in range(len(d.shape)))
+        return d.revise(spec, "largest dim", padding=())
+
+    return _unconstrained(config, _replanned(plan, largest), mesh)
 
 
-def largest_step(mesh: Mesh, **settings: Any) -> Any:
-    """The preset's step with every array cut along its largest dim that divides."""
-    return _peer(mesh, StepOptions(**settings), _largest, constrain=False)
+def replicated_step(mesh: Mesh, settings: str) -> Any:
+    """The step with every array replicated on every device."""
+    config, plan, mesh = _as_planned(mesh, settings)
+
+    def replicated(d: ParamDecision) -> ParamDecision:
+        return d.revise(((),) * len(d.shape), "replicated", padding=())
+
+    return _unconstrained(config, _replanned(plan, replicated), mesh)
 
 
-def replicated_step(mesh: Mesh, **settings: Any) -> Any:
-    """The preset's step with every array replicated."""
-    return _peer(mesh, StepOptions(**settings), lambda *_: None, constrain=False)
+def _as_planned(mesh: Mesh, settings: str) -> tuple[Config, Plan, Mesh]:
+    config, mesh = resolved(settings, mesh)
+    return config, plan_of(config, model_of(config), mesh), mesh
 
 
-def _peer(
-    mesh: Mesh,
-    options: StepOptions,
-    choose: Callable[[ParamDecision, int], int | None],
-    *,
-    constrain: bool,
-) -> Any:
-    """The step with `choose(decision, tp)` in the place of jaxtp's decisions."""
-    mesh = Mesh(mesh.devices.reshape(-1, options.tp), ("dp", "tp"))
-    model, plan = preset_plan(mesh, options)
-    decisions: list[ParamDecision] = []
-    for d in plan.decisions:
-        cut = choose(d, options.tp)
-        spec = tuple(("tp",) if dim == cut else () for dim in range(len(d.shape)))
-        decisions.append(d.revise(spec, "peer", padding=d.padding if constrain else ()))
-    peer = dataclasses.replace(plan, decisions=tuple(decisions))
-    return planned_step(model, peer, mesh, options, constrain=constrain)
+def _replanned(plan: Plan, decide: Callable[[ParamDecision], ParamDecision]) -> Plan:
+    return dataclasses.replace(plan, decisions=tuple(decide(d) for d in plan.decisions))
 
 
-def _by_hand(d: ParamDecision) -> int | None:
-    (cut,) = [dim for rule, dim in MEGATRON.items() if re.fullmatch(rule, d.path)]
-    return cut
-
-
-def _largest(d: ParamDecision, tp: int) -> int | None:
-    dims = [dim for dim, size in enumerate(d.shape) if size % tp == 0]
-    return max(dims, key=lambda dim: d.shape[dim], default=None)
+def _unconstrained(config: Config, plan: Plan, mesh: Mesh) -> Any:
+    """The step without the plan's activation constraints."""
+    state = jaxtp.shard(abstract_state(config), mesh, plan=plan)
+    batch = jaxtp.shard_batch(abstract_batch(config), mesh)
+    step = jaxtp.jit_step(
+        update_of(config, plan, mesh), state, mesh, donate=config.communication.donate
+    )
+    return step, (state, batch)

@@ -23,7 +23,7 @@ from flax import nnx
 import jaxtp
 from jaxtp import models
 from jaxtp.compile import running_step
-from jaxtp.config.settings import load
+from jaxtp.config.files import load
 from jaxtp.train import data
 from jaxtp.train.loop import fit
 from jaxtp.train.metrics import METRICS_FILE

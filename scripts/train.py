@@ -27,7 +27,8 @@ from rich.console import Console
 
 import jaxtp
 from jaxtp.compile import running_step
-from jaxtp.config.settings import Config, load, settings
+from jaxtp.config.files import load
+from jaxtp.config.settings import Config, settings
 from jaxtp.errors import BadCheckpoint, TrainingDiverged
 from jaxtp.io.checkpoints import Checkpoints
 from jaxtp.processes.faults import exit_with
@@ -35,7 +36,7 @@ from jaxtp.train import run_folder, watch
 from jaxtp.train.loop import fit
 from jaxtp.train.meter import Meter
 from jaxtp.train.metrics import METRICS_FILE
-from jaxtp.train.paper import strategies
+from jaxtp.train.preflight import strategies
 from jaxtp.train.restarts import Preemption, supervise
 from jaxtp.train.setup import Setup, prepare
 from jaxtp.train.update import TrainState

@@ -10,7 +10,8 @@ from test_surface import check_golden
 
 from jaxtp.config.batch_sizes import resolve
 from jaxtp.config.deepspeed import TABLE
-from jaxtp.config.settings import Batch, Config, Mesh, Pipeline, Zero, load, parse, settings
+from jaxtp.config.files import load, parse
+from jaxtp.config.settings import Batch, Config, Mesh, Pipeline, Zero, settings
 from jaxtp.errors import BadConfig, BadMesh, BadStages, SizeMismatch
 
 # The file of DeepSpeed's and AutoTP's users, key by key.

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from jaxtp.config.deepspeed import TABLE
-from jaxtp.config.settings import parse
+from jaxtp.config.files import parse
 
 ROOT = Path(__file__).parent.parent
 WITH_EXAMPLES = sorted(

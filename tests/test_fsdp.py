@@ -17,12 +17,9 @@ from jaxtp.cost.memory import state_bytes_per_device
 from jaxtp.errors import BadConfig, DoesNotFit
 from jaxtp.hardware.gpus import Target
 from jaxtp.placement.train_state import slots
-from jaxtp.train import setup
-from jaxtp.train.paper import (
-    abstract_state,
-    preflight_config,
-    warn_across_hosts,
-)
+from jaxtp.train import planning
+from jaxtp.train.config_step import abstract_state
+from jaxtp.train.preflight import preflight_config, warn_across_hosts
 
 MESH = {"fsdp": 2, "tp": 4}
 
@@ -203,7 +200,7 @@ def test_micro_batches_share_one_reduction():
 def test_tensor_axis_across_hosts_has_a_price():
     config = Config(model="llama3-8b", target="h100:2x8", mesh=Mesh(tp=16), batch=Batch(size=1))
     config = resolve(config, 16)
-    plan = setup.plan_of(config, setup.model_of(config), setup.axis_sizes(config))
+    plan = planning.plan_of(config, planning.model_of(config), planning.axis_sizes(config))
     with pytest.warns(jaxtp.JaxtpWarning, match=r"tp=16 spans 2 NVLink domains .* ms a step, mod"):
         warn_across_hosts(config, plan, Target.parse(config.target))
 
@@ -217,8 +214,8 @@ def test_what_cannot_fit_is_refused_before_it_is_compiled():
         preflight_config(dataclasses.replace(config, zero=Zero(stage=0)))
     # The same with ZeRO-3: 1/8 of that.
     sharded = resolve(dataclasses.replace(config, zero=Zero(stage=3)), 64)
-    model = setup.model_of(sharded)
-    plan = setup.plan_of(sharded, model, setup.axis_sizes(sharded))
-    state = abstract_state(sharded, model)
+    model = planning.model_of(sharded)
+    plan = planning.plan_of(sharded, model, planning.axis_sizes(sharded))
+    state = abstract_state(sharded)
     held = state_bytes_per_device(state, slots(state, plan), plan.mesh)
     assert held == pytest.approx(12 * 70.55e9 / 64, rel=2e-3)

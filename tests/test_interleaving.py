@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from jaxtp.activations.by_name import active_plan, use_plan
-from jaxtp.compile.options import compile_options
+from jaxtp.config.presets import preset
 from jaxtp.errors import JaxtpWarning
 from jaxtp.layers import interleaving
 from jaxtp.mesh.axes import MeshShape
@@ -21,7 +21,7 @@ from jaxtp.placement.arrays import shard
 from jaxtp.plan.decisions import ParamDecision, Plan
 from jaxtp.rules.planner import make_plan
 from jaxtp.rules.roles import Role
-from jaxtp.train.preset import StepOptions, preflight_preset
+from jaxtp.train.preflight import preflight_config
 
 LLAMA = LlamaConfig(
     vocab_size=64,
@@ -281,10 +281,16 @@ def test_a_plan_keeps_its_overlap_in_json():
 @functools.cache
 def preflighted(profile):
     """Llama-3-70B's 80 layers, ends and Adam on 8 H100s; compile time is flat in depth."""
-    step = StepOptions(
-        model="llama3-70b", batch=2, seq=4096, param_dtype="bfloat16", overlap=profile
+    config = preset(
+        "llama3-70b",
+        **{
+            "batch.size": 2,
+            "seq_len": 4096,
+            "precision.params": "bfloat16",
+            "communication.overlap": profile,
+        },
     )
-    return preflight_preset(step, "h100:1x8", compiler_options=compile_options(overlap=profile))[1]
+    return preflight_config(config)[1]
 
 
 def test_nearly_all_communication_hides_at_the_real_depth():

@@ -9,7 +9,7 @@ from jaxtp.layers.recomputation import REMAT
 from jaxtp.models import PRESETS, abstract
 from jaxtp.rules.model_dims import ModelDims
 from jaxtp.rules.planner import make_plan
-from jaxtp.train.paper import preflight_config
+from jaxtp.train.preflight import preflight_config
 
 TINY = ModelDims.of(PRESETS["llama-tiny"])
 

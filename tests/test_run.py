@@ -15,10 +15,13 @@ from flax import nnx
 
 from jaxtp import models
 from jaxtp.config.batch_sizes import resolve
-from jaxtp.config.settings import Batch, Config, Mesh, Pipeline, Precision, parse
+from jaxtp.config.files import parse
+from jaxtp.config.settings import Batch, Config, Mesh, Pipeline, Precision
 from jaxtp.errors import BadConfig, SizeMismatch
 from jaxtp.train import watch
-from jaxtp.train.setup import loss_of, model_of, prepare
+from jaxtp.train.config_step import loss_of
+from jaxtp.train.planning import model_of
+from jaxtp.train.setup import prepare
 from jaxtp.train.text import read_text
 
 ROOT = Path(__file__).parent.parent

@@ -6,7 +6,8 @@ import json
 import pytest
 
 from jaxtp.config.batch_sizes import resolve
-from jaxtp.config.settings import Batch, Config, Mesh, Pipeline, Zero, parse
+from jaxtp.config.files import parse
+from jaxtp.config.settings import Batch, Config, Mesh, Pipeline, Zero
 from jaxtp.cost.flops import model_flops
 from jaxtp.cost.recomputation import recomputed_flops
 from jaxtp.cost.stage_balance import Work, compare, deal, step_seconds, table
@@ -16,8 +17,8 @@ from jaxtp.hardware.clusters import Cluster
 from jaxtp.hardware.gpus import KINDS, LAUNCH_SECONDS, Target
 from jaxtp.plan.stages import Stages
 from jaxtp.rules.model_dims import ModelDims
-from jaxtp.train.paper import strategies, work_of
-from jaxtp.train.setup import axis_sizes, model_of, plan_of, stages_of
+from jaxtp.train.planning import axis_sizes, model_of, plan_of, stages_of
+from jaxtp.train.preflight import strategies, work_of
 
 A100, H100 = KINDS["a100-80"], KINDS["h100"]
 MIXED = "a100-80:1x8+h100:1x8"

@@ -280,7 +280,7 @@ class Config:
     """Preset name, see `jaxtp.models.PRESETS`."""
 
     layers: int = 0
-    """Layers of the preset that are kept, the first ones; 0 keeps all."""
+    """Layers of the model, fewer or more than the preset has; 0 takes the preset's."""
 
     attention: Literal["xla", "cudnn"] = "xla"
     """Kernel of attention; cudnn needs an NVIDIA GPU and 16-bit `precision.compute`."""

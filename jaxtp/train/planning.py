@@ -19,22 +19,15 @@ from jaxtp.rules.planner import make_plan
 
 
 def model_of(config: Config) -> models.Config:
-    """The model of a config: of a preset, with the types, remat, kernel and layers it asks for.
+    """The model of a config: of a preset, with the types, remat, kernel and depth it asks for.
 
     Raises:
-        BadConfig: TP020, if no preset has the name, or it has fewer layers.
+        BadConfig: TP020, if no preset has the name.
     """
     published = models.config_of(config.model)
-    layers = config.layers or published.num_hidden_layers
-    if layers > published.num_hidden_layers:
-        raise BadConfig(
-            f"{config.model} has {published.num_hidden_layers} layers, not {layers}",
-            where="layers",
-            fix=f"at most {published.num_hidden_layers}; 0 for all",
-        )
     return dataclasses.replace(
         published,
-        num_hidden_layers=layers,
+        num_hidden_layers=config.layers or published.num_hidden_layers,
         dtype=config.precision.compute,
         param_dtype=config.precision.params,
         remat=config.remat,

@@ -12,8 +12,9 @@ from selenium import webdriver
 from selenium.webdriver.common.by import By
 
 import jaxtp
+from jaxtp.config.presets import preset
 from jaxtp.inspect.pages import see_tp_plan
-from jaxtp.train.preset import StepOptions, preflight_preset
+from jaxtp.train.preflight import preflight_config
 
 FLAGS = [
     "--headless=new",
@@ -105,8 +106,8 @@ def test_it_can_be_looked_at(browser, page, tmp_path):
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
-    step = StepOptions(model="llama3.2-1b", tp=4, batch=2, seq=256, layers=2, optimizer="sgd")
-    plan, report = preflight_preset(step, "h100:1x8")
+    sizes = {"mesh.tp": 4, "batch.size": 2, "seq_len": 256, "layers": 2, "optimizer.name": "sgd"}
+    plan, report = preflight_config(preset("llama3.2-1b", **sizes))
     path = tmp_path_factory.mktemp("compiled") / "step.html"
     return see_tp_plan(plan, path, report=report), report
 
