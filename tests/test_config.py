@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from test_surface import check_golden
 
 from jaxtp.config.batch_sizes import resolve
 from jaxtp.config.deepspeed import TABLE
-from jaxtp.config.files import load, parse
+from jaxtp.config.files import changed, load, parse
 from jaxtp.config.settings import Batch, Config, Mesh, Pipeline, Zero, settings
 from jaxtp.errors import BadConfig, BadMesh, BadStages, SizeMismatch
 
@@ -88,7 +89,7 @@ def test_files_are_read_by_their_ending(tmp_path):
         ),
         ('{"train_batch_sise": 4}', "TP020 at train_batch_sise: unknown key\n.*train_batch_size"),
         ('{"zero_optimization": {"stag": 1}}', r"mean zero_optimization\.stage"),
-        ('{"xyz": 1}', "TP020 at xyz: unknown key\n  fix: known: batch, communication"),
+        ('{"xyz": 1}', "TP020 at xyz: unknown key\n  fix: known: attention, batch"),
         ('{"mesh": {"tp": "4"}}', r"TP020 at mesh\.tp: Input should be a valid integer; got \"4\""),
         ('{"mesh": {"tp": true}}', r"TP020 at mesh\.tp: Input should be a valid integer"),
         ('{"mesh": {"tp": 0}}', r"TP020 at mesh\.tp: is 0\n  fix: at least 1"),
@@ -113,7 +114,7 @@ def test_files_are_read_by_their_ending(tmp_path):
         ('{"optimizer": {"clip": NaN}}', "TP020: NaN is not JSON"),
         ('{"steps": 1, "steps": 2}', "TP020 at steps: the key is given twice"),
         ("[1]", "a list is not settings"),
-        ("{", "TP020: not JSON"),
+        ("{", "TP020 at line 1 column 2: not JSON"),
     ],
 )
 def test_what_cannot_be_read_says_where_and_what_would_work(text, message):
@@ -309,3 +310,37 @@ def test_config_of_the_quickstart_is_such_a_file():
     config, lines = load(Path(__file__).parent.parent / "scripts" / "quickstart.toml")
     assert lines == ()
     assert resolve(config, 8).mesh == Mesh(tp=4, dp=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "where"),
+    [
+        ("a.json", '{"seq_len": 64,\n "steps" 3}', "a.json, line 2 column 10: not JSON"),
+        ("a.toml", "seq_len = 64\nsteps = = 3", "a.toml, line 2 column 9: not TOML"),
+        ("a.toml", "[mesh", "a.toml, line 1 column 6: not TOML"),
+        ("a.yaml", "mesh:\n  tp: 4\n dp: 2", "a.yaml, line 3 column 2: not YAML"),
+        ("a.yml", "- 3", "a.yml: a list is not settings"),
+        ("a.yaml", "seq_len: 3\nseq_len: 4", "seq_len: the key is given twice"),
+    ],
+)
+def test_syntax_errors_name_file_and_line(tmp_path, name, text, where):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(BadConfig, match=re.escape(where)):
+        load(tmp_path / name)
+
+
+def test_yaml_says_the_same(tmp_path):
+    (tmp_path / "a.yaml").write_text("mesh: {tp: 4}\noptimizer:\n  learning_rate: 1e-4\n")
+    (tmp_path / "a.json").write_text('{"mesh": {"tp": 4}, "optimizer": {"learning_rate": 1e-4}}')
+    assert load(tmp_path / "a.yaml") == load(tmp_path / "a.json")
+
+
+def test_changes_are_checked_like_files():
+    config = changed(Config(), {"mesh.tp": 4, "remat": "full", "optimizer.options": {"b2": 0.9}})
+    assert (config.mesh.tp, config.remat, config.optimizer.options) == (4, "full", {"b2": 0.9})
+    with pytest.raises(BadConfig, match=r"at remat: is \"ful\".*\n.*did you mean full"):
+        changed(config, {"remat": "ful"})
+    with pytest.raises(BadConfig, match=r"at mesh.tpp: unknown key\n.*did you mean mesh.tp\?"):
+        changed(config, {"mesh.tpp": 4})
+    with pytest.raises(BadConfig, match=r"at steps: is 0"):
+        changed(config, {"steps": 0})

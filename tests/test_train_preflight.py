@@ -188,7 +188,7 @@ def test_sequence_parallelism_moves_a_quarter_more_in_blocks_and_needs_no_permut
 
 def test_a_padded_vocabulary_is_sharded():
     for pad, dim in ((False, None), (True, 0)):
-        config = preset("gpt2", **{"tensor.pad_vocab": pad})
+        config = resolve(preset("gpt2", **{"mesh.tp": 4, "tensor.pad_vocab": pad}), 4)
         plan = plan_of(config, model_of(config), {"tp": 4})
         assert plan["wte/embedding"].dim_on(plan.mesh.tp) == dim
 
