@@ -14,7 +14,8 @@ from jaxtp.rules.roles import Placement, Role, Source, Vote
 from jaxtp.rules.words import ATTENTION, Word
 
 NOT_MLP = ATTENTION | {
-    *(Word.NORM, Word.TOKENS, Word.HEAD, Word.POSITION, Word.HEAD_TABLE, Word.CONV, Word.ROUTER)
+    *(Word.NORM, Word.TOKENS, Word.HEAD, Word.POSITION, Word.HEAD_TABLE, Word.CONV),
+    *(Word.ROUTER, Word.FOLLOWER),
 }
 
 

@@ -5,7 +5,7 @@ Nothing is decided here.
 
 import dataclasses
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from jaxtp.plan.trees import Param
 from jaxtp.rules import path_words
@@ -88,6 +88,7 @@ def read(params: Mapping[str, Param], dims: ModelDims) -> ModelTree:
         )
         for path, param in params.items()
     }
+    _mark_scales(leaves.values())
     _mark_listed_biases(leaves.values())
     _mark_bias_modules(leaves.values())
     _mark_outputs(leaves.values())
@@ -172,6 +173,20 @@ def _attention_nodes(params: Mapping[str, Param]) -> frozenset[str]:
         {Word.Q_UP, Word.KV_UP},
     )
     return frozenset(n for n, found in children.items() if any(t <= found for t in together))
+
+
+def _mark_scales(leaves: Collection[Leaf]) -> None:
+    """A scale or zero point beside a matrix is of a quantised weight, else of a norm."""
+    parts = {leaf.param.path: path_words.follower(leaf.param.path.split("/")) for leaf in leaves}
+    matrices = {
+        leaf.name.stem
+        for leaf in leaves
+        if len(leaf.param.shape) > 1 and not leaf.name.bias and not parts[leaf.param.path][0]
+    }
+    for leaf in leaves:
+        follows, stem = parts[leaf.param.path]
+        if follows == path_words.SCALES and stem in matrices:
+            leaf.name = leaf.name._replace(word=Word.FOLLOWER, stem=stem, follows=follows)
 
 
 def _mark_listed_biases(leaves: Iterable[Leaf]) -> None:

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 
 from jaxtp.plan.trees import Param
-from jaxtp.rules import attention, mlp, model_tree, vocab
+from jaxtp.rules import adapters, attention, mlp, model_tree, vocab
 from jaxtp.rules.model_dims import ModelDims
 from jaxtp.rules.model_tree import Leaf, ModelTree
 from jaxtp.rules.path_words import spaced
@@ -19,6 +19,7 @@ REPLICATED: dict[Word, tuple[Role, str]] = {
     Word.POSITION: (Role.POSITION, "positions or types are looked up by every device"),
     Word.CONV: (Role.CONV, "convolution: its channels are not a tensor-parallel dim"),
     Word.ROUTER: (Role.ROUTER, "every device needs all scores of the router"),
+    Word.FOLLOWER: (Role.ADAPTER, "adapter or scale, and no weight beside it fits its shape"),
     Word.LOW_RANK: (Role.LOW_RANK, "low-rank factor: small, and its rank stays together"),
 }
 
@@ -34,6 +35,7 @@ def votes(params: Mapping[str, Param], dims: ModelDims) -> list[Vote]:
     for source in (_recurrent, attention.votes, mlp.votes, vocab.votes):
         for vote in source(tree):
             found.setdefault(vote.path, vote)
+    found.update((vote.path, vote) for vote in adapters.votes(tree, found))
     routed = {n for leaf in tree.leaves.values() if leaf.name.experts for n in leaf.nodes}
     return [
         dataclasses.replace(

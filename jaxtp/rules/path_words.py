@@ -33,12 +33,56 @@ class Name(NamedTuple):
         experts: Whether it sits among stacked or listed experts.
         stem: The path without what says only the kind of array, so that a bias and its kernel
             agree.
+        follows: For an array that lies along a weight of its module, which part it is:
+            `ADAPTER_A`, `ADAPTER_B`, `MAGNITUDE` or `SCALES`; "" for others.
     """
 
     word: Word
     bias: bool
     experts: bool
     stem: str
+    follows: str = ""
+
+
+ADAPTER_A, ADAPTER_B, MAGNITUDE, SCALES = "a", "b", "magnitude", "scales"
+
+_SIDES = {"a": ADAPTER_A, "down": ADAPTER_A, "b": ADAPTER_B, "up": ADAPTER_B}
+
+
+def follower(raw: list[str]) -> tuple[str, str]:
+    """Which part of an adapter or of a quantised weight a path is, and the stem of its weight.
+
+    Args:
+        raw: The path's parts.
+
+    Returns:
+        One of `Name.follows` and a stem; ("", "") for other paths.
+
+    >>> follower(["q_proj", "lora_A", "default", "weight"]), follower(["up", "kernel_lora_b"])
+    (('a', 'q_proj'), ('b', 'up'))
+    >>> follower(["attn", "wq_lora_a"]), follower(["up", "kernel", "array", "scale"])
+    (('a', 'attn/wq'), ('scales', 'up'))
+    """
+    for i in range(len(raw) - 1, -1, -1):
+        part = spaced(raw[i])
+        found = re.search(r"\blora (?:embedding )?(a|b|down|up|magnitude)\b", part)
+        below = i > 0 and spaced(raw[i - 1]) == "lora"
+        if found or (below and part in _SIDES):
+            side = _SIDES.get(found[1] if found else part, MAGNITUDE)
+            before = re.split(r"[_.-]?lora", raw[i], flags=re.IGNORECASE)[0] if found else ""
+            return side, _stem(raw[: i - below], before)
+    found = re.search(r"(scales?|zeros?([_.-]?points?)?|zp|absmax)$", raw[-1], flags=re.IGNORECASE)
+    if found is None:
+        return "", ""
+    return SCALES, _stem(raw[:-1], raw[-1][: found.start()].rstrip("_.-"))
+
+
+def _stem(modules: list[str], before: str) -> str:
+    """The stem of the array `before` in a module, which may only say what kind of array it is."""
+    parts = [*modules, before] if before else modules
+    while len(parts) > 1 and spaced(parts[-1]) in (*WRAPPERS, "q"):
+        parts = parts[:-1]
+    return "/".join(parts)
 
 
 @cache
@@ -96,12 +140,13 @@ def read(path: str, attention: frozenset[str] = frozenset()) -> Name:
     raw = path.split("/")
     parts = [spaced(p) for p in raw]
     leaf = parts[-1]
+    follows, weight = follower(raw)
+    if follows and follows != SCALES:
+        return Name(Word.FOLLOWER, False, _among_experts(parts), weight, follows)
     modules = parts[:-1] if leaf in LEAVES and len(parts) > 1 else parts
     while len(modules) > 1 and len(modules) < len(parts) and modules[-1] in WRAPPERS:
         modules = modules[:-1]
     bias = leaf in BIASES or leaf.endswith(" bias")
-    context = "/".join(modules)
-    experts = bool(EXPERT_BLOCK.search(context)) and not SHARED_EXPERT.search(context)
     inside = len(modules) == 1 and "" in attention
     for i in range(max(0, len(modules) - 3), len(modules)):
         known = attention and "/".join(raw[: i + 1]) in attention
@@ -110,7 +155,12 @@ def read(path: str, attention: frozenset[str] = frozenset()) -> Name:
         )
     stem = "/".join(raw[: len(modules)])
     stem = re.sub(r"[_.]?bias$", "", stem) if bias else stem
-    return Name(_word(modules, leaf, inside), bias, experts, stem)
+    return Name(_word(modules, leaf, inside), bias, _among_experts(modules), stem)
+
+
+def _among_experts(modules: list[str]) -> bool:
+    context = "/".join(modules)
+    return bool(EXPERT_BLOCK.search(context)) and not SHARED_EXPERT.search(context)
 
 
 def _word(modules: list[str], leaf: str, in_attention: bool) -> Word:

@@ -32,6 +32,12 @@ class Role(StrEnum):
     ROUTER = "router"
     """Chooses experts; every device needs all of its few outputs."""
 
+    ADAPTER = "adapter"
+    """A factor of a low-rank adapter: follows its weight's input (A) or output (B)."""
+
+    SCALE = "scale"
+    """Scales or zero points of a quantised weight: follow its blocks."""
+
     HEAD_TABLE = "head_table"
     """Something with one entry per head, such as a relative position bias."""
 

@@ -6,7 +6,14 @@ from jaxtp.rules.model_tree import Leaf, ModelTree
 from jaxtp.rules.roles import Placement, Role, Source, Vote
 from jaxtp.rules.words import ATTENTION, Word
 
-NEVER_HEAD = ATTENTION | {Word.NORM, Word.TOKENS, Word.POSITION, Word.CONV, Word.ROUTER}
+NEVER_HEAD = ATTENTION | {
+    Word.NORM,
+    Word.TOKENS,
+    Word.POSITION,
+    Word.CONV,
+    Word.ROUTER,
+    Word.FOLLOWER,
+}
 
 FEWEST_TOKENS = 1024
 """An output at least this wide is a vocabulary where only its size tells."""

@@ -24,12 +24,14 @@ LEAVES = frozenset(
         "gamma",
         "beta",
         "value",
+        "qvalue",
+        "qweight",
     ]
 )
 """Last path parts that say what kind of array it is, but not what it is for."""
 
-WRAPPERS = frozenset(["kernel", "weight", "weights", "w"])
-"""Of `LEAVES` those that may also be modules around the array: they say no more as such."""
+WRAPPERS = frozenset(["kernel", "weight", "weights", "w", "array", "base layer", "base module"])
+"""Modules around an array that say no more about it than `LEAVES` do."""
 
 GENERIC = frozenset(["layer", "linear", "dense", "classifier", "proj", "w"])
 """Modules named after what they are; the module around them says what they are for."""
@@ -59,6 +61,7 @@ class Word(StrEnum):
     HEAD = "output head"
     POSITION = "position or type table"
     HEAD_TABLE = "relative position bias"
+    FOLLOWER = "follower of a weight"
     NORM = "norm"
     CONV = "convolution"
     NONE = ""
@@ -75,7 +78,7 @@ ENTERS_ATTENTION = ATTENTION - {Word.O, Word.LOW_RANK}
 # matching.
 ANYWHERE: tuple[tuple[str, Word], ...] = (
     (r"\bnorm|norm\b|\bln\b|\bln ?[\df]|layer ?norm|\bgamma\b|\bbn\b|batch ?stats", Word.NORM),
-    (r"\blora\b|\badapter\b", Word.LOW_RANK),
+    (r"\badapter\b", Word.LOW_RANK),
     (r"\brel\b|\brelpos|\brelative|\bt5 bias|alibi|\bsinks?\b", Word.HEAD_TABLE),
     (
         r"\bpos(emb\w*)?\b|position|\bwpe\b|token type|segment|\btype emb|timestep|time emb|"
