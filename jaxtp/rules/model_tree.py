@@ -227,7 +227,7 @@ def _mark_outputs(leaves: Iterable[Leaf]) -> None:
         fits = {leaf.name.stem for leaf in outputs if leaf.sizes in turned}
         others = {leaf.name.stem for leaf in outputs if leaf.sizes not in turned} if fits else ()
         for leaf in items:
-            if leaf.name.stem in others:
+            if leaf.name.stem in others and not leaf.name.follows:
                 leaf.name = leaf.name._replace(word=Word.NONE)
 
 
@@ -276,7 +276,11 @@ def _order(leaves: Iterable[Leaf], streams: frozenset[int]) -> dict[str, int]:
     A bias is as long as its kernel's output. Only where a tree has no such bias do names and the
     residual stream have to tell, each kind of kernel once.
     """
-    kernels = {leaf.name.stem: leaf for leaf in leaves if not leaf.name.bias and _flat(leaf)}
+    kernels = {
+        leaf.name.stem: leaf
+        for leaf in leaves
+        if not leaf.name.bias and not leaf.name.follows and _flat(leaf)
+    }
     order: Counter[str] = Counter()
     for leaf in leaves:
         kernel = kernels.get(leaf.name.stem)

@@ -57,9 +57,26 @@ def multiply(
     path, value = sides[weight].path, sides[1 - weight]
     if value.one_hot:
         return _look_up(walk, equation, sides[weight], value, sum(summed, ()), free[weight], dims)
-    fact = Contraction(path, summed, free[weight], batch, free[1 - weight], equation)
+    source = _source(value)
+    fact = Contraction(
+        path,
+        summed,
+        free[weight],
+        batch,
+        free[1 - weight],
+        equation,
+        source=source.order,
+        before=source.product,
+    )
     walk.facts.append(fact)
     return walk.derive(aval, dims, sides, kernel=True, scores=False, product=fact)
+
+
+def _source(value: Value) -> Value:
+    """What a value is up to elementwise steps on it alone: casts, a scale, dropout."""
+    while value.elementwise and value.product is None and len(set(value.parents)) == 1:
+        value = value.parents[0]
+    return value
 
 
 def dot_general(walk: Walk, equation: Any, inputs: Sequence[Value]) -> list[Result]:

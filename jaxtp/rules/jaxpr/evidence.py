@@ -90,6 +90,7 @@ class Evidence:
         for fact in facts:
             self._learn(fact)
         self._forbid(fact for fact in facts if isinstance(fact, Mixing))
+        self._keep_ranks([fact for fact in facts if isinstance(fact, Contraction)])
         while self._demote():
             pass
 
@@ -234,6 +235,30 @@ class Evidence:
                 if not (sums_width or scores or any(fact.fixed)):
                     for atom in classes_in(free):
                         self._note(atom).whole.append(MIXED)
+
+    def _keep_ranks(self, products: Sequence[Contraction]) -> None:
+        """The rank of a low-rank adapter is never split.
+
+        Two weights lead, one after the other, from where a single one leads to where it leads, and
+        are narrower in between. To split that width would add an all-reduce beside one that the
+        adapter can share.
+        """
+        direct: dict[tuple[int, frozenset[Atom], frozenset[Atom]], str] = {
+            (fact.source, frozenset(classes_in(fact.summed)), frozenset(classes_in(fact.free))): (
+                fact.path
+            )
+            for fact in products
+        }
+        for second in products:
+            first = second.before
+            if first is None or set(classes_in(first.free)) != set(classes_in(second.summed)):
+                continue
+            sides = frozenset(classes_in(first.summed)), frozenset(classes_in(second.free))
+            weight = direct.get((first.source, *sides))
+            rank, *widths = (dim_size(sum(d, ())) for d in (first.free, first.summed, second.free))
+            if weight is not None and rank < min(widths):
+                for atom in classes_in(first.free):
+                    self._note(atom).whole.append(f"the rank of an adapter of `{weight}`")
 
     def _demote(self) -> bool:
         """Takes one class off the stream if sharding it is worth more than replicating it.

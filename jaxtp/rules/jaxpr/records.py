@@ -21,6 +21,8 @@ class Contraction:
         batch: The weight's dims that pair off with the activation's (stacked experts).
         rows: The activation's dims that appear in the output.
         equation: The jaxpr equation, for its source line.
+        source: Number of the value that the activation is, up to elementwise steps.
+        before: The contraction that the activation is the output of, up to elementwise steps.
     """
 
     path: str
@@ -29,6 +31,8 @@ class Contraction:
     batch: Dims
     rows: Dims
     equation: Any = dataclasses.field(repr=False)
+    source: int = -1
+    before: "Contraction | None" = dataclasses.field(default=None, repr=False)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
