@@ -1,12 +1,14 @@
-"""Examples in docstrings, and the migration page, are true."""
+"""Examples in docstrings and pages run, and print what the pages say."""
 
 import doctest
 import importlib
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
+from jaxtp.cli import commands
 from jaxtp.config.deepspeed import TABLE
 from jaxtp.config.files import parse
 
@@ -33,3 +35,61 @@ def test_the_migration_page_says_what_is_printed():
     assert len(files) == 2
     assert [row for row in page.splitlines() if row.startswith("| `")][-len(refused) :] == refused
     assert [row for row in printed if row not in page] == []
+
+
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize(
+    "page", [p for p in PAGES if "```python" in p.read_text()], ids=lambda p: p.stem
+)
+def test_code_of_a_page_runs_and_prints_what_it_says(page, capsys, monkeypatch, tmp_path):
+    """One block after the other in one namespace; lines of `text` blocks are printed so far."""
+    monkeypatch.chdir(tmp_path)
+    names = {"__name__": page.stem}
+    printed = set()
+    for kind, block in BLOCK.findall(page.read_text()):
+        if kind == "python":
+            exec(compile(block, page.name, "exec"), names)
+            printed.update(line.rstrip() for line in capsys.readouterr().out.splitlines())
+        elif kind == "text":
+            said = [line for line in block.splitlines() if line != "..."]
+            assert [line for line in said if line not in printed] == []
+
+
+def jaxtp_commands(page):
+    for _, block in BLOCK.findall(page.read_text()):
+        for line in block.splitlines():
+            words = shlex.split(
+                re.split(r"\s{2,}", line)[0], comments=True
+            )  # what it does may follow
+            if words[:1] == ["jaxtp"]:
+                yield words[1:]
+
+
+def test_commands_of_pages_run(capsys, monkeypatch, tmp_path):
+    """What needs neither a file nor minutes runs; of all others the command and flags exist."""
+    monkeypatch.chdir(tmp_path)
+    ran = 0
+    for words in {tuple(words) for page in PAGES for words in jaxtp_commands(page)}:
+        if words[0] in {"plan", "explain", "view", "errors"} and not {"TREE.json"} & set(words):
+            commands.main(words)
+            assert capsys.readouterr().out
+            ran += 1
+        else:
+            with pytest.raises(SystemExit, match="0"):
+                commands.main((words[0], "--help"))
+            shown = capsys.readouterr().out
+            assert [w for w in words if w.startswith("--") and w not in shown] == []
+    assert ran >= 3
+
+
+def test_links_between_pages_lead_somewhere():
+    for page in [*PAGES, *ROOT.glob("*.md")]:
+        for target, anchor in re.findall(r"\]\((?!http)([^)#]*)(?:#([\w-]+))?\)", page.read_text()):
+            path = page.parent / target if target else page
+            assert path.exists(), f"{page.name}: {target}"
+            heads = re.findall(r"^#+ (.+)$", path.read_text(), re.M) if anchor else []
+            slugs = [re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in heads]
+            assert not anchor or anchor in slugs, f"{page.name}: #{anchor}"

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 
 from jaxtp.errors import BadUsage, join
 from jaxtp.io.tree_files import load_tree
-from jaxtp.models import PRESETS, abstract
+from jaxtp.models import PRESETS, abstract, config_of
 from jaxtp.plan.trees import PyTree
 
-PRESET_TOKENS = jax.ShapeDtypeStruct((1, 2048), jnp.int32)
-"""What presets are traced on, (batch, tokens)."""
+PRESET_TOKENS = 2048
+"""Tokens of the one sequence that presets are traced on, or as many as the model takes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,10 @@ def load_subject(text: str) -> Subject:
             three things.
     """
     if text in PRESETS:
-        return Subject(params=abstract(text), inputs=(PRESET_TOKENS,))
+        tokens = min(PRESET_TOKENS, config_of(text).max_position_embeddings)
+        return Subject(
+            params=abstract(text), inputs=(jax.ShapeDtypeStruct((1, tokens), jnp.int32),)
+        )
     module, colon, name = text.partition(":")
     if colon and not Path(text).exists():
         return _called(text, module, name)
