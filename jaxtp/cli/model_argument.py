@@ -1,6 +1,7 @@
 """What a command is asked about: a file of shapes, a preset, or anybody's function."""
 
 import dataclasses
+import difflib
 import importlib
 import sys
 from collections.abc import Sequence
@@ -12,7 +13,6 @@ import jax.numpy as jnp
 
 from jaxtp.errors import BadUsage, join
 from jaxtp.io.tree_files import load_tree
-from jaxtp.models import PRESETS, abstract, config_of
 from jaxtp.plan.trees import PyTree
 
 PRESET_TOKENS = 2048
@@ -48,19 +48,28 @@ def load_subject(text: str) -> Subject:
         BadUsage: TP132, if it is none of these, or the function cannot be had or does not return
             three things.
     """
-    if text in PRESETS:
-        tokens = min(PRESET_TOKENS, config_of(text).max_position_embeddings)
-        return Subject(
-            params=abstract(text), inputs=(jax.ShapeDtypeStruct((1, tokens), jnp.int32),)
-        )
+    if Path(text).is_file():
+        params, config = load_tree(text)
+        return Subject(params=params, config=config)
+    # Half a second of imports, which a file of shapes need not wait for.
+    models = importlib.import_module("jaxtp.models")
+    if text in models.PRESETS:
+        tokens = min(PRESET_TOKENS, models.config_of(text).max_position_embeddings)
+        inputs = (jax.ShapeDtypeStruct((1, tokens), jnp.int32),)
+        return Subject(params=models.abstract(text), inputs=inputs)
     module, colon, name = text.partition(":")
-    if colon and not Path(text).exists():
-        return _called(text, module, name)
-    params, config = load_tree(text)
-    return Subject(params=params, config=config)
+    if colon:
+        return _called(text, module, name, join(models.PRESETS, 20))
+    near = difflib.get_close_matches(text, models.PRESETS, n=3)
+    raise BadUsage(
+        "no such file, and no preset of this name",
+        where=text,
+        fix=(f"{join(near)}? " if near else "")
+        + f"presets are {join(models.PRESETS, 20)}; a file is written by jaxtp.dump_tree",
+    )
 
 
-def _called(text: str, module: str, name: str) -> Subject:
+def _called(text: str, module: str, name: str, presets: str) -> Subject:
     sys.path.insert(0, "")  # as `python -m` does
     try:
         fn, params, inputs = getattr(importlib.import_module(module), name)()
@@ -69,7 +78,7 @@ def _called(text: str, module: str, name: str) -> Subject:
             f"it gives no model: {err}",
             where=text,
             fix="name a function without arguments that returns (fn, params, inputs); presets are "
-            f"{join(PRESETS, 20)}",
+            f"{presets}",
         ) from err
     finally:
         sys.path.remove("")

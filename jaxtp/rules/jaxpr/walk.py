@@ -117,7 +117,7 @@ def bare(jaxpr: Any) -> Any:
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
-LINEAR_MAPS = (f"{os.sep}flax{os.sep}", os.path.join("jaxtp", "models", "maps.py"))
+LINEAR_MAPS = (f"{os.sep}flax{os.sep}", os.path.join("jaxtp", "models", "projections.py"))
 """Parts of the names of files that models call for their products."""
 
 

@@ -1,0 +1,116 @@
+"""`jaxtp preflight`: a train step compiled for GPUs that are not there."""
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from jaxtp.cli.progress import seconds_line
+from jaxtp.config.files import load
+from jaxtp.config.presets import preset
+from jaxtp.config.settings import Communication, Config
+from jaxtp.errors import BadUsage
+from jaxtp.inspect.pages import see_tp_plan
+from jaxtp.train.preflight import preflight_config
+
+AS_USUAL = Communication()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PresetSizes:
+    """What `jaxtp preflight --model` lets one say about a preset; the flags of the same names."""
+
+    tp: int = 8
+    batch: int = 8
+    seq: int = 2048
+    layers: int = 0
+    remat: str = "block_outputs"
+    param_dtype: str = "float32"
+    attention: str = "xla"
+    optimizer: str = "adamw"
+
+    def run(self, model: str, communication: Communication) -> Config:
+        """The preset of these sizes."""
+        return preset(
+            model,
+            **{
+                "mesh.tp": self.tp,
+                "batch.size": self.batch,
+                "seq_len": self.seq,
+                "layers": self.layers,
+                "remat": self.remat,
+                "precision.params": self.param_dtype,
+                "attention": self.attention,
+                "optimizer.name": self.optimizer,
+                "communication": dataclasses.asdict(communication),
+            },
+        )
+
+
+USUAL = (PresetSizes(), AS_USUAL)
+
+
+def preflight(
+    config: Annotated[str, tyro.conf.Positional] = "",
+    *,
+    model: str = "",
+    target: str = "",
+    tp: int = 8,
+    batch: int = 8,
+    seq: int = 2048,
+    layers: int = 0,
+    remat: str = "block_outputs",
+    param_dtype: str = "float32",
+    attention: str = "xla",
+    optimizer: str = "adamw",
+    communication: Communication = AS_USUAL,
+    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
+    html: str = "",
+    time_limit: float = 900.0,
+) -> None:
+    """Compile a train step for GPUs that are not there, and say what it will do.
+
+    The step is that of a config file, as `scripts/train.py` would run it, or that of a preset.
+
+    Args:
+        config: A config file, JSON or TOML. It says all about the run; sizes below are for presets.
+        model: A preset, such as llama3-70b.
+        target: KIND:HOSTSxGPUS or KIND:SLICESxHOSTSxGPUS; by default the file's, or h100:1x8.
+        tp: Devices along the tensor axis; what is left is dp.
+        batch: Sequences of the global batch.
+        seq: Tokens of one sequence.
+        layers: Layers to compile; 0 is all of them.
+        remat: What to recompute: none, full, block_outputs, dots or stage.
+        param_dtype: Type of the stored parameters.
+        attention: Kernel of attention: xla or cudnn.
+        optimizer: Any function of optax that takes a learning rate; sgd keeps no state.
+        communication: How the compiler is to treat communication.
+        as_json: Print the report as data.
+        html: Also write a page with a heat map and the schedule as a timeline.
+        time_limit: Seconds that the compiler may take.
+    """
+    sizes = PresetSizes(tp, batch, seq, layers, remat, param_dtype, attention, optimizer)
+    if bool(config) == bool(model) or (config and (sizes, communication) != USUAL):
+        raise BadUsage(
+            "a preset with its sizes, or a config file that has them",
+            fix="jaxtp preflight CONFIG --target TARGET, or jaxtp preflight --model MODEL --tp 8",
+        )
+    run = _read(config) if config else sizes.run(model, communication)
+    run = dataclasses.replace(run, target=target or run.target or "h100:1x8")
+    with seconds_line(f"compiling {config or model}") as show:
+        plan, report = preflight_config(run, time_limit=time_limit, on_progress=show)
+    if html:
+        see_tp_plan(plan, html, report=report)
+    if plan.stages and not as_json:
+        print(f"stages        {plan.stages}")
+    print(report.to_json() if as_json else report)
+
+
+def _read(path: str) -> Config:
+    """The settings in a file; says what became of foreign keys."""
+    config, lines = load(Path(path))
+    for line in lines:
+        print(f"{Path(path).name}: {line}", file=sys.stderr)
+    return config
