@@ -6,8 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
+import jaxtp
 from jaxtp.mesh.axes import Axis
 
 PACKAGE = Path(__file__).parent.parent / "jaxtp"
@@ -141,3 +143,16 @@ def test_import_starts_no_backend_and_loads_nothing_heavy():
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.split() == []
+
+
+def test_planning_a_file_loads_no_training_and_no_checkpoints(tmp_path):
+    tree = tmp_path / "tree.json"
+    jaxtp.dump_tree({"up": {"kernel": jax.ShapeDtypeStruct((64, 256), "float32")}}, tree)
+    code = (
+        "import sys; from jaxtp.cli.commands import main; "
+        f"main(['plan', {str(tree)!r}, '--tp', '2']); "
+        "print(*sorted(m for m in sys.modules if m.split('.')[0] in ('optax', 'orbax', 'grain') "
+        "or m.startswith(('jaxtp.train', 'jaxtp.models', 'jaxtp.compile'))))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.splitlines()[-1] == ""
