@@ -107,7 +107,7 @@ def test_containers_and_boxes_are_kept():
     params = make("linen")
     frozen = flax.core.freeze(params)
     assert_same(unshard(shard(frozen, mesh(1, 8))), frozen)
-    boxed = jax.tree.map(lambda x: nn.LogicallyPartitioned(x, names=("a",) * x.ndim), params)
+    boxed = jax.tree.map(lambda x: nn.LogicallyPartitioned(x, names=("embed",) * x.ndim), params)
     placed = shard(boxed, mesh(1, 8))
     assert isinstance(placed["embed"]["embedding"], nn.LogicallyPartitioned)
     assert canonical(placed["embed"]["embedding"].value.sharding.spec, 2) == (("tp",), ())
@@ -331,6 +331,61 @@ def test_batches_are_never_cut_over_the_tensor_axis(kind):
 
 def test_a_batch_that_does_not_divide_names_its_path():
     with pytest.raises(errors.SizeMismatch, match=r"TP003 at mask: dim 0 .* 3, .* 2 ways over dp"):
-        shard_batch({"tokens": tokens(), "mask": np.ones((3, 2))}, mesh(2, 4))
+        shard_batch({"tokens": tokens()[:1], "mask": np.ones((3, 2))}, mesh(2, 4))
     with pytest.raises(errors.SizeMismatch, match="TP003 at batch"):
         shard_batch(np.ones((3, 2)), mesh(2, 4))
+
+
+def test_what_is_no_batch_beside_a_batch_is_replicated():
+    batch = {
+        "tokens": tokens(),
+        "positions": np.arange(6)[None],
+        "mask": np.ones((5, 5)),
+        "key": jax.random.key(0),
+        "keys": jax.random.split(jax.random.key(0), 4),
+        "raw_key": jax.random.PRNGKey(0),
+        "scale": 2.0,
+    }
+    placed = shard_batch(batch, mesh(2, 4))
+    sharded = {path for path, leaf in leaves(placed) if any(leaf.sharding.spec)}
+    assert sharded == {"tokens"}
+
+
+def test_local_rows_of_one_process_are_the_global_batch():
+    batch = {"tokens": tokens(), "positions": np.arange(6)[None]}
+    for (path, a), (_, b) in zip(
+        leaves(shard_batch(batch, mesh(2, 4), local=True)),
+        leaves(shard_batch(batch, mesh(2, 4))),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(a, b, err_msg=path)
+        assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
+
+
+def test_a_plan_is_applied_to_its_own_tree_and_mesh():
+    tree = {"up": {"kernel": np.ones((32, 128))}, "down": {"kernel": np.ones((128, 32))}}
+    plan = make_plan(tree, mesh(2, 4))
+    for other in ({"x": np.ones((512, 512))}, {"up": tree["up"]}, {**tree, "x": np.ones((4, 4))}):
+        with pytest.raises(errors.PlanMismatch, match="TP045"):
+            shard(other, mesh(2, 4), plan=plan)
+    for target in (mesh(4, 2), mesh(2, 4, names=("data", "tp")), mesh(1, 8)):
+        with pytest.raises(errors.BadMesh, match=r"TP010: the mesh is .* the plan was made for"):
+            shard(tree, target, plan=plan)
+    assert shard(tree, mesh(2, 4), plan=plan)
+
+
+def test_a_plan_that_nobody_has_seen_warns_once_where_nothing_is_sharded():
+    def init():
+        names = ("q_proj", "k_proj", "v_proj", "o_proj")
+        return {name: {"kernel": jnp.ones((64, 64))} for name in names}
+
+    with pytest.warns(errors.JaxtpWarning, match="TP042.*\n  fix: give heads=.* fn=") as seen:
+        shard(init(), mesh(2, 4))
+    assert len(seen) == 1
+    assert shard(init(), mesh(2, 4), plan=make_plan(init(), mesh(2, 4)))
+
+
+def test_explicit_axes_are_warned_of():
+    text = "TP010: the mesh has Explicit axes.*\n  fix: mesh = jaxtp.make_mesh"
+    with pytest.warns(errors.JaxtpWarning, match=text):
+        shard(make("linen"), mesh(2, 4, AxisType.Explicit))

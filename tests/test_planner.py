@@ -25,6 +25,7 @@ from jaxtp.errors import (
     ConflictingDecisions,
     HeadsNotDivisible,
     IdleDevices,
+    JaxtpWarning,
     NoTensorAxis,
     NothingSharded,
     PlanMismatch,
@@ -142,14 +143,76 @@ def annotated(names, box=nn.with_partitioning):
         (("tp", None), nn.with_partitioning, "P(tp, -)"),
         (("embed", "mlp"), nn.with_logical_partitioning, "P(-, tp)"),
         (("vocab", "embed"), nn.with_logical_partitioning, "P(tp, -)"),
-        (("embed", "something"), nn.with_logical_partitioning, "P()"),
     ],
 )
 def test_linen_boxes(names, box, want):
     result = jaxtp.make_plan(annotated(names, box), {"tp": 4})
     assert specs(result)["odd/kernel"] == want
-    if want != "P()":
-        assert result["odd/kernel"].reasons[-1] == f"annotation: annotated {names}"
+    assert result["odd/kernel"].reasons[-1] == f"annotation: annotated {names}"
+    assert result.notes == ()
+
+
+@pytest.mark.parametrize("name", ["model", "something"])
+def test_an_annotation_that_means_nothing_here_is_said_once(name):
+    tree = annotated(("embed", name), nn.with_logical_partitioning)
+    with pytest.warns(JaxtpWarning, match=f"'{name}', which is no axis of the mesh tp=4") as seen:
+        result = jaxtp.make_plan(tree, {"tp": 4})
+    assert len(seen) == 1
+    assert "the first is at odd/kernel" in result.notes[0]
+    assert f'axis_names={{"tp": "{name}"}}' in result.notes[0]
+
+
+def test_an_annotation_for_an_axis_that_this_mesh_could_have_is_noted():
+    tree = annotated(("fsdp", "tp"), nn.with_partitioning)
+    result = jaxtp.make_plan(tree, {"tp": 4})
+    assert specs(result)["odd/kernel"] == "P(-, tp)"
+    assert "'fsdp', which is no axis of the mesh tp=4" in result.notes[0]
+
+
+def test_an_annotation_inside_heads_shows_its_price():
+    attention = nn.MultiHeadDotProductAttention(
+        num_heads=4,
+        qkv_features=32,
+        deterministic=True,
+        kernel_init=nn.with_partitioning(nn.initializers.lecun_normal(), (None, "tp")),
+    )
+    tree = jax.eval_shape(attention.init, jax.random.key(0), jnp.ones((1, 2, 32)))["params"]
+    result = jaxtp.make_plan(tree, {"tp": 4})
+    # (heads, head_dim, embed): the annotation names the middle dim.
+    assert specs(result)["out/kernel"] == "P(-, tp, -)"
+    assert "given instead of dim 0 4-way" in result["out/kernel"].fallback
+    assert [n for n in result.notes if n.startswith("out/kernel: ") and "MB sent" in n]
+
+
+def test_logical_names_tell_rows_from_columns():
+    tree = {
+        "Dense_0": {"kernel": nn.LogicallyPartitioned(jnp.ones((128, 32)), ("mlp", "embed"))},
+        "Dense_1": {"kernel": nn.LogicallyPartitioned(jnp.ones((32, 128)), ("embed", "mlp"))},
+    }
+    result = jaxtp.make_plan(tree, {"tp": 4})
+    assert [d.role for d in result.decisions] == ["row", "column"]
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("axis", ["ep", "x"])
+def test_an_axis_that_shards_nothing(axis, tp):
+    tree = structs(llama())
+    with pytest.warns(JaxtpWarning, match=f"TP011 at {axis}: the axis {axis} shards nothing"):
+        result = jaxtp.make_plan(tree, {axis: 2, "tp": tp})
+    assert [n for n in result.notes if n.startswith("TP011")]
+    with pytest.raises(IdleDevices, match=r"leave .* out, and give its devices to dp, fsdp, tp"):
+        jaxtp.make_plan(tree, {axis: 2, "tp": tp}, strict=True)
+
+
+def test_an_unknown_head_count_is_the_reason():
+    result = plan(attention(64, 64, 64), 4)
+    assert "head count unknown (give heads=), 1 unit assumed on tp=4" in result.notes[0]
+
+
+@pytest.mark.parametrize("budget", [float("nan"), -1, 1.5, "0.1", True])
+def test_budgets_that_are_no_share(budget):
+    with pytest.raises(BadConfig, match="TP020 at replicated_budget"):
+        plan(llama(), 4, replicated_budget=budget)
 
 
 def test_nnx_metadata():
@@ -273,6 +336,8 @@ def test_strict_refuses_replicated_matrices_beyond_the_budget():
 def test_strict_refuses_idle_devices():
     mesh = jax.make_mesh((2, 2), ("dp", "tp"), devices=jax.devices()[:4])
     tree = structs(llama())
+    with pytest.raises(IdleDevices, match="leaves 7 of 8 devices idle"):
+        jaxtp.make_plan(tree, jax.make_mesh((1,), ("tp",), devices=jax.devices()[:1]), strict=True)
     assert any("leaves 4 of 8 devices idle" in n for n in jaxtp.make_plan(tree, mesh).notes)
     with pytest.raises(IdleDevices, match="TP011"):
         jaxtp.make_plan(tree, mesh, strict=True)
@@ -298,7 +363,7 @@ def test_one_device_needs_nothing():
         ({"tp": 4}, None),
         ({"data": 2, "model": 4}, {"tp": "model", "dp": "data"}),
         (AbstractMesh((2, 4), ("dp", "tp")), None),
-        (AbstractMesh((4, 2), ("mp", "x"), axis_types=(AxisType.Auto,) * 2), {"tp": "mp"}),
+        (AbstractMesh((4, 1), ("mp", "x"), axis_types=(AxisType.Auto,) * 2), {"tp": "mp"}),
         (jaxtp.MeshShape.of({"tp": 4}), None),
     ],
 )

@@ -1,6 +1,7 @@
 """The jitted step: same places, same memory, one compile, numbers of one device; rows S4 to S6."""
 
 import contextlib
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -330,7 +331,7 @@ def test_lowering_needs_structs_only():
     )
     step = jit_step(step_fn, structs, mesh(2, 4))
     compiled = step.lower(structs, jax.ShapeDtypeStruct((BATCH, 6), jnp.int32)).compile()
-    inputs, batch = compiled.input_shardings[0]
+    inputs, batch, _ = compiled.input_shardings[0]
     outputs = compiled.output_shardings[0]
     for (path, leaf), given, returned in zip(leaves(structs), inputs, outputs, strict=True):
         assert given.is_equivalent_to(returned, len(leaf.shape)), path
@@ -403,6 +404,118 @@ def test_states_that_are_not_on_the_mesh_are_refused():
     step = jit_step(lambda s, b: s, {"w": state["w"]}, mesh(2, 4))
     with pytest.raises(errors.PlanMismatch, match="TP045: the state has 2 arrays"):
         step(state, np.zeros(8))
+
+
+def double(state, *args, **named):
+    return jax.tree.map(lambda x: x * 2, state)
+
+
+def scalar_state(value=1.0):
+    return shard({"w": np.full((16, 8), value, np.float32)}, mesh(2, 4), plan=hand_plan())
+
+
+def hand_plan():
+    return make_plan({"w": np.ones((16, 8))}, {"dp": 2, "tp": 4}, overrides={"w": P("tp")})
+
+
+def test_a_step_takes_whatever_its_function_takes():
+    traces = []
+
+    def body(state, batch, key, train, *, rate=1.0, schedule=None, mode="sum", more=None):
+        traces.append(mode)
+        noise = jax.random.uniform(key, batch["x"].shape) if train else 0.0
+        x = batch["x"] * batch["positions"] + noise
+        value = {"sum": jnp.sum, "max": jnp.max}[mode](x) * rate
+        value = value + jnp.sum(more) if more is not None else value
+        return state, schedule(value) if schedule else value
+
+    state = scalar_state()
+    step = jit_step(body, state, mesh(2, 4), donate=False)
+    batch = {"x": np.ones((4, 6), np.float32), "positions": np.arange(6, dtype=np.float32)[None]}
+    key = jax.random.key(0)
+    assert float(step(state, batch, key, False)[1]) == 60
+    assert float(step(state, batch, key, train=False, rate=0.5)[1]) == 30
+    assert float(step(state, batch, key, train=False, rate=0.25)[1]) == 15
+    assert len(traces) == 2  # by position and by name; numbers are traced
+    assert float(step(state, batch, key, train=True, mode="max")[1]) > 5
+    assert float(step(state, batch, jax.random.PRNGKey(0), False, more=np.ones((8, 2)))[1]) == 76
+    assert float(step(state, batch, key, False, schedule=jnp.negative)[1]) == -60
+    for wrong in ((), (batch,), (batch, key, False, 1, 2)):
+        with pytest.raises(errors.BadStep, match=r"TP133: .*after the state it was given"):
+            step(state, *wrong)
+    with pytest.raises(errors.BadTree, match="TP046 at batch/name"):
+        step(state, {**batch, "name": "train"}, key, False)
+
+
+def test_arguments_are_static_where_they_are_named():
+    def body(state, batch, depth, width=1):
+        return state, jnp.sum(batch) * sum(range(depth)) * width
+
+    state = scalar_state()
+    step = jit_step(
+        body, state, mesh(2, 4), donate=False, static_argnums=2, static_argnames=["width"]
+    )
+    assert float(step(state, np.ones((4, 2), np.float32), 4, width=2)[1]) == 96
+    for bad in ({"static_argnums": 0}, {"static_argnums": 9}, {"static_argnames": "depht"}):
+        with pytest.raises(errors.BadStep, match="TP133: static arguments"):
+            jit_step(body, state, mesh(2, 4), **bad)
+
+
+def test_nnx_objects_beside_the_state_are_updated_in_place():
+    def body(state, batch, rngs):
+        return state, jax.random.uniform(rngs.dropout(), ()) + 0 * jnp.sum(batch)
+
+    state, rngs, alone = scalar_state(), nnx.Rngs(dropout=1), nnx.Rngs(dropout=1)
+    step = jit_step(body, state, mesh(2, 4), donate=False)
+    for _ in range(2):
+        want = jax.random.uniform(alone.dropout(), ())
+        np.testing.assert_array_equal(step(state, np.ones((4, 2)), rngs)[1], want)
+
+
+def test_a_donated_state_cannot_be_used_again():
+    state = scalar_state()
+    step = jit_step(double, state, mesh(2, 4))
+    step(state, np.ones(4))
+    with pytest.raises(errors.BadStep, match="TP133: the state was given to an earlier call"):
+        step(state, np.ones(4))
+
+
+@dataclasses.dataclass
+class Settings:
+    """Not frozen, so not hashable."""
+
+    width: int = 16
+
+
+class Unhashable(nnx.Module):
+    def __init__(self):
+        self.config, self.names = Settings(), nnx.static(["a", "b"])
+        self.up = nnx.Linear(16, 64, rngs=nnx.Rngs(0))
+        self.down = nnx.Linear(64, 16, rngs=nnx.Rngs(1))
+
+    def __call__(self, x):
+        return self.down(jax.nn.relu(self.up(x)))
+
+
+def squares_step(state, x):
+    model, optimizer = state
+    loss, grads = nnx.value_and_grad(lambda m: jnp.mean(m(x) ** 2))(model)
+    optimizer.update(model, grads)
+    return state, loss
+
+
+@pytest.mark.parametrize("tx", [optax.sgd(0.1), optax.sm3(0.1)], ids=["sgd", "sm3"])
+def test_modules_with_attributes_that_cannot_be_hashed(tx):
+    state = init_sharded(Unhashable, tx, mesh(2, 4))
+    step = jit_step(squares_step, state, mesh(2, 4))
+    model = Unhashable()
+    alone = (model, nnx.Optimizer(model, tx, wrt=nnx.Param))
+    x = np.ones((4, 16), np.float32)
+    for _ in range(3):
+        state, loss = step(state, x)
+        alone, want = squares_step(alone, x)
+        np.testing.assert_allclose(loss, want, rtol=2e-5)
+    assert step.jitted._cache_size() == 1
 
 
 def test_compiler_options_reach_the_compiler():

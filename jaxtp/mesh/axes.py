@@ -145,6 +145,16 @@ class MeshShape:
         return tuple(name for name, _ in self.sizes)
 
     @property
+    def whole(self) -> tuple[tuple[str, int], ...]:
+        """Sizes with the tensor axis in one piece, as on the mesh that was planned for."""
+        first = self.tp[:1]
+        return tuple(
+            (self.tp_name, self.tp_size) if name in first else (name, size)
+            for name, size in self.sizes
+            if name in first or name not in self.tp
+        )
+
+    @property
     def num_devices(self) -> int:
         """Devices in the mesh."""
         return math.prod(size for _, size in self.sizes)

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import warnings
 from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
@@ -10,8 +11,16 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from jaxtp.errors import BadMesh, IdleDevices, join
+from jaxtp.errors import BadMesh, IdleDevices, JaxtpWarning, join
 from jaxtp.mesh.axes import Axis, MeshShape, is_count
+
+EXPLICIT_AXES = (
+    "TP010: the mesh has Explicit axes, on which a model without shardings of its own cannot run; "
+    "its arrays lie on an Auto mesh over the same devices. jaxtp.jit_step takes both; jax.jit, "
+    "nnx.jit and jaxtp.parallelize refuse to mix them\n  fix: mesh = jaxtp.make_mesh(...), or "
+    "jax.make_mesh(sizes, names, axis_types=(jax.sharding.AxisType.Auto,) * len(names))"
+)
+"""What a mesh as `jax.make_mesh` gives it by default means for users."""
 
 
 def make_mesh(*, tp: int, devices: Sequence[Any] | None = None, **others: int) -> Mesh:
@@ -91,20 +100,48 @@ def plan_mesh(mesh: Any, shape: MeshShape) -> Mesh:
         shape: The plan's mesh shape; its axes refine those of `mesh`.
 
     Raises:
-        BadMesh: TP010, if `mesh` has no devices or another number of them.
+        BadMesh: TP010, if `mesh` has no devices, or other axes or sizes than the plan.
+    """
+    mesh = check_devices(mesh)
+    if mesh.devices.size != shape.num_devices:
+        raise BadMesh(
+            f"the mesh has {mesh.devices.size} devices, the plan {shape.num_devices} ({shape})",
+            fix="make the plan from this mesh",
+        )
+    wide = [{a: n for a, n in s.items() if n > 1} for s in map(dict, (shape.sizes, shape.whole))]
+    mine = {str(a): n for a, n in mesh.shape.items() if n > 1}
+    if all(list(mine.items()) != list(sizes.items()) for sizes in wide):
+        raise BadMesh(
+            f"the mesh is {dict(mesh.shape)}, the plan was made for {dict(shape.whole)}",
+            fix="make the plan from this mesh, or pass the mesh that it was made from",
+        )
+    devices = mesh.devices.reshape(tuple(size for _, size in shape.sizes))
+    return Mesh(devices, shape.names, axis_types=(AxisType.Auto,) * len(shape.sizes))
+
+
+def check_devices(mesh: Any) -> Mesh:
+    """The mesh, known to have devices.
+
+    Raises:
+        BadMesh: TP010, if it is something else.
     """
     if not isinstance(mesh, Mesh):
         raise BadMesh(
             f"a {type(mesh).__name__} has no devices to place arrays on",
             fix="pass a jax Mesh, e.g. from jaxtp.make_mesh; plans alone need only a shape",
         )
-    if mesh.devices.size != shape.num_devices:
-        raise BadMesh(
-            f"the mesh has {mesh.devices.size} devices, the plan {shape.num_devices} ({shape})",
-            fix="make the plan from this mesh",
-        )
-    devices = mesh.devices.reshape(tuple(size for _, size in shape.sizes))
-    return Mesh(devices, shape.names, axis_types=(AxisType.Auto,) * len(shape.sizes))
+    return mesh
+
+
+def warn_of_explicit_axes(mesh: Any) -> None:
+    """Warns, once, that arrays placed on a mesh with Explicit axes lie on an Auto one.
+
+    On Explicit axes, the default of `jax.make_mesh`, JAX asks the model itself to say how each
+    product is sharded; `jit_step` and `use_plan` work under such a mesh, a `jax.jit` of one's own
+    does not take arrays of both.
+    """
+    if AxisType.Explicit in getattr(mesh, "axis_types", ()):
+        warnings.warn(EXPLICIT_AXES, JaxtpWarning, stacklevel=4)
 
 
 def abstract_mesh(shape: MeshShape) -> AbstractMesh:
@@ -122,11 +159,7 @@ def auto_mesh(mesh: Mesh | AbstractMesh) -> Mesh:
     Raises:
         BadMesh: TP010, if there are no devices.
     """
-    if not isinstance(mesh, Mesh):
-        raise BadMesh(
-            f"a {type(mesh).__name__} has no devices to place arrays on",
-            fix="pass a jax Mesh, e.g. from jaxtp.make_mesh",
-        )
+    mesh = check_devices(mesh)
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * mesh.devices.ndim)
 
 

@@ -5,7 +5,10 @@ a device receives its own slice of a host array, and arrays that lie on the mesh
 exchanged between devices by a compiled identity.
 """
 
+import dataclasses
 import functools
+import itertools
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,14 +19,30 @@ from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from numpy.typing import NDArray
 
-from jaxtp.errors import BadConfig, Problems, join
+from jaxtp.errors import (
+    BadConfig,
+    JaxtpError,
+    JaxtpWarning,
+    NothingSharded,
+    Problems,
+    ReplicatedTooMuch,
+    join,
+)
 from jaxtp.mesh.axes import MeshShape
-from jaxtp.mesh.build import abstract_mesh, auto_context, auto_mesh, plan_mesh
+from jaxtp.mesh.build import (
+    abstract_mesh,
+    auto_context,
+    auto_mesh,
+    plan_mesh,
+    warn_of_explicit_axes,
+)
+from jaxtp.placement.replicas import check_agreement
 from jaxtp.placement.train_state import Overrides, Slot, check, slots
 from jaxtp.plan.decisions import Plan
 from jaxtp.plan.stored_form import Padding, pad, read, stored_shape, unpad
 from jaxtp.plan.trees import PyTree, leaves, map_with_path, partition_spec, shape_dtype
 from jaxtp.rules.planner import make_plan
+from jaxtp.rules.review import WHAT_TO_GIVE
 
 
 def shard(
@@ -55,8 +74,12 @@ def shard(
         BadMesh: TP010, if arrays are to be placed on a mesh without devices.
         JaxtpError: whatever `make_plan` and `jaxtp.state_specs` raise.
     """
+    given = plan is not None
     plan = plan_for(tree, mesh, plan, options)
-    found = slots(tree, plan, state_overrides)
+    warn_of_explicit_axes(mesh)
+    found = slots(tree, plan, state_overrides, complete=given)
+    if isinstance(mesh, Mesh) and mesh.is_multi_process:
+        check_agreement({"plan": plan.to_json()}, tree)
     is_abstract = all(isinstance(leaf, jax.ShapeDtypeStruct) for _, leaf in leaves(tree))
     shapes_only = is_abstract and not isinstance(mesh, Mesh)
     return place(
@@ -67,11 +90,18 @@ def shard(
 def plan_for(tree: PyTree, mesh: Any, plan: Plan | None, options: Mapping[str, Any]) -> Plan:
     """The given plan, or one made with these options.
 
+    A plan that nobody has seen warns, once, where devices would all do the same work.
+
     Raises:
         BadConfig: TP020, if there are both.
     """
     if plan is None:
-        return make_plan(tree, mesh, **options)
+        plan = make_plan(tree, mesh, **options)
+        codes = (NothingSharded.code, ReplicatedTooMuch.code)
+        if wasteful := [note for note in plan.notes if note.startswith(codes)]:
+            # One line of the stack is `shard` or `init_sharded`, the next its caller.
+            warnings.warn(f"{wasteful[0]}\n  fix: {WHAT_TO_GIVE}", JaxtpWarning, stacklevel=3)
+        return plan
     if options:
         raise BadConfig(
             f"a plan is given, so {join(options)} would have no effect",
@@ -112,15 +142,25 @@ def put(leaf: Any, sharding: NamedSharding, padding: Padding = ()) -> Any:
     )
 
 
-def shard_batch(batch: PyTree, mesh: Any, *, axis_names: Mapping[str, str] | None = None) -> PyTree:
-    """The batch with dim 0 of every array split over dp and fsdp, and never over tp.
+def shard_batch(
+    batch: PyTree,
+    mesh: Any,
+    *,
+    local: bool = False,
+    axis_names: Mapping[str, str] | None = None,
+) -> PyTree:
+    """The batch with dim 0 of every array sharded over dp and fsdp, and never over tp.
 
-    All devices of a tensor-parallel group work on the same tokens. Scalars are copied everywhere.
+    All devices of a tensor-parallel group work on the same tokens. Scalars, random keys, and arrays
+    whose dim 0 does not divide beside others whose dim 0 does (positions `(1, seq)`, a mask
+    `(seq, seq)`) are replicated.
 
     Args:
         batch: Any tree of arrays `(batch, ...)`, numbers or structs; the same global batch in every
-            process. What is placed already, e.g. by `jax.make_array_from_process_local_data`,
-            stays as it is.
+            process, unless `local`. What is placed already stays as it is.
+        local: Whether each process gives its own part of the global batch: the rows that its
+            devices work on, in the order of the processes. Processes whose devices work on the same
+            rows (of one tensor-parallel group) give the same ones.
         mesh: A jax Mesh; a shape will do for structs.
         axis_names: What jaxtp calls an axis -> what the mesh calls it, e.g. `{"dp": "data"}`.
 
@@ -130,20 +170,68 @@ def shard_batch(batch: PyTree, mesh: Any, *, axis_names: Mapping[str, str] | Non
     """
     shape = MeshShape.of(mesh, axis_names)
     concrete = auto_mesh(mesh) if isinstance(mesh, Mesh) else abstract_mesh(shape)
+    if local:
+        return _from_local(batch, auto_mesh(mesh), shape)
     return place(batch, batch_slots(batch, shape), concrete)
+
+
+def _from_local(batch: PyTree, mesh: Mesh, shape: MeshShape) -> PyTree:
+    """A global batch of which every process has the rows of its own devices."""
+    slot = Slot((shape.ways(shape.batch),), (shape.batch,))
+    rows = NamedSharding(mesh, partition_spec(slot.spec))
+    pieces = rows.addressable_devices_indices_map(slot.shape)
+    mine = len(
+        {str(index) for index in pieces.values()}
+    )  # of the pieces that the batch is cut into
+    sizes = (
+        dataclasses.replace(
+            shape, sizes=tuple((n, mine if n == shape.batch[0] else 1) for n in shape.names)
+        )
+        if shape.batch
+        else shape
+    )
+    found = batch_slots(batch, sizes)
+
+    def placed(path: str, leaf: Any) -> Any:
+        spec = found[path].spec
+        host = np.asarray(leaf)
+        if not any(spec):
+            return put(leaf, NamedSharding(mesh, partition_spec(spec)))
+        return jax.make_array_from_process_local_data(
+            rows, host.astype(jax.dtypes.canonicalize_dtype(host.dtype), copy=False)
+        )
+
+    with auto_context():
+        return map_with_path(placed, batch)
 
 
 def batch_slots(batch: PyTree, shape: MeshShape) -> dict[str, Slot]:
     """The checked slot of every array of a batch, by path; see `shard_batch`."""
     found: dict[str, Slot] = {}
-    problems = Problems()
+    odd: dict[str, list[JaxtpError]] = {}
+    is_known = False
     for path, leaf in leaves(batch):
-        dims, _ = shape_dtype(leaf, path)
-        found[path] = Slot(dims, ((shape.batch,) + ((),) * len(dims))[: len(dims)])
-        for problem in check(path or "batch", found[path], shape):
-            problems.add(problem)
-    problems.raise_any()
-    return found
+        dims, dtype = shape_dtype(leaf, path)
+        if not dims or _is_key(dims, dtype):
+            found[path] = Slot.whole(dims)
+            continue
+        found[path] = Slot(dims, (shape.batch,) + ((),) * (len(dims) - 1))
+        problems = list(check(path or "batch", found[path], shape))
+        if problems:
+            odd[path] = problems
+        is_known = is_known or not problems
+    if odd and not is_known:
+        collected = Problems()
+        for problem in itertools.chain.from_iterable(odd.values()):
+            collected.add(problem)
+        collected.raise_any()
+    # Beside arrays whose dim 0 is the batch, positions (1, seq) or a mask (seq, seq) are no batch.
+    return found | {path: Slot.whole(found[path].shape) for path in odd}
+
+
+def _is_key(dims: tuple[int, ...], dtype: str) -> bool:
+    """Whether an array is random keys: typed ones, or the two words of `jax.random.PRNGKey`."""
+    return dtype.startswith("key<") or (dtype == "uint32" and dims == (2,))
 
 
 def unshard(tree: PyTree, plan: Plan | None = None) -> PyTree:

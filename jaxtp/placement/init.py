@@ -4,16 +4,24 @@
 argument that could tell XLA where to put them. The compiled functions here say where.
 """
 
+import contextlib
 import sys
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Generator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxtp.errors import BadStep, BadTree
 from jaxtp.mesh.axes import MeshShape
-from jaxtp.mesh.build import auto_context, auto_mesh, plan_mesh
+from jaxtp.mesh.build import (
+    auto_context,
+    auto_mesh,
+    check_devices,
+    plan_mesh,
+    warn_of_explicit_axes,
+)
 from jaxtp.placement.arrays import place, plan_for
 from jaxtp.placement.train_state import Overrides, Slot, array_slots, follow, plan_slots, slots
 from jaxtp.plan.decisions import Plan
@@ -30,6 +38,7 @@ def init_sharded(
     mesh: Mesh,
     *,
     plan: Plan | None = None,
+    apply_fn: Callable[..., Any] | None = None,
     state_overrides: Overrides | None = None,
     **options: Any,
 ) -> PyTree:
@@ -43,22 +52,28 @@ def init_sharded(
         tx: The optimizer; None if `init_fn` returns a whole train state.
         mesh: A jax Mesh.
         plan: Where parameters go; by default `make_plan(parameters, mesh, **options)`.
+        apply_fn: The `apply_fn` of the `TrainState`, e.g. `model.apply`; by default that of the
+            Linen module given as `fn=`.
         state_overrides: Specs for leaves that cannot follow a parameter, by regular expression.
         **options: Options of `make_plan`.
 
     Returns:
-        `(module, nnx.Optimizer)` if `init_fn` returns an `nnx.Module`; a Flax `TrainState` without
-        `apply_fn` if it returns another tree of parameters. Without `tx`, what `init_fn` returns,
+        `(module, nnx.Optimizer)` if `init_fn` returns an `nnx.Module`; a Flax `TrainState` if it
+        returns another tree of parameters. Without `tx`, what `init_fn` returns,
         e.g. `TrainState.create(...)`.
 
     Raises:
+        BadTree: TP046, if the optimizer or the function is something else.
         JaxtpError: whatever `jaxtp.shard` raises.
     """
-    with auto_context(mesh):
+    _check_arguments(init_fn, tx, mesh)
+    with auto_context(mesh), annotations_kept():
         shapes = _shapes(init_fn)
+        given = plan is not None
         plan = plan_for(shapes, mesh, plan, options)
         target = plan_mesh(mesh, plan.mesh)
-        found = slots(shapes, plan, None if tx is not None else state_overrides)
+        overrides = None if tx is not None else state_overrides
+        found = slots(shapes, plan, overrides, complete=given)
         params = _compute(init_fn, shapes, found, target)
         if tx is None:
             return params
@@ -69,8 +84,55 @@ def init_sharded(
 
         step = jax.device_put(np.int32(0), NamedSharding(target, PartitionSpec()))
         return TrainState(
-            step=step, apply_fn=cast("Any", None), params=params, tx=tx, opt_state=optimizer
+            step=step,
+            apply_fn=_apply_fn(apply_fn, options.get("fn")),
+            params=params,
+            tx=tx,
+            opt_state=optimizer,
         )
+
+
+def _check_arguments(init_fn: Any, tx: Any, mesh: Any) -> None:
+    """Refuses arguments in another order, or of another kind, than `init_sharded` takes."""
+    if not callable(init_fn):
+        raise BadTree(
+            f"init_fn is a {type(init_fn).__name__}, which cannot be called",
+            fix="a function without arguments that makes the parameters: lambda: model.init(...)",
+        )
+    if tx is not None and not (hasattr(tx, "init") and hasattr(tx, "update")):
+        raise BadTree(
+            f"tx is a {type(tx).__name__}, which is no optimizer",
+            fix="init_sharded(init_fn, tx, mesh), with tx such as optax.adamw(1e-3), or None",
+        )
+    check_devices(mesh)
+    warn_of_explicit_axes(mesh)
+
+
+def _apply_fn(given: Callable[..., Any] | None, model: Any) -> Callable[..., Any]:
+    """What a `TrainState` calls its model by."""
+    return given or getattr(model, "apply", None) or model or _no_apply_fn
+
+
+def _no_apply_fn(*_: Any, **__: Any) -> Any:
+    raise BadStep(
+        "state.apply_fn was called, and init_sharded was not told the model's function",
+        where="apply_fn",
+        fix="init_sharded(..., apply_fn=model.apply), or call model.apply itself",
+    )
+
+
+@contextlib.contextmanager
+def annotations_kept() -> Generator[None]:
+    """Inside the block names on NNX variables are kept as evidence, and not applied by Flax.
+
+    Flax would ask for an ambient mesh that has all of these names.
+    """
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        yield
+        return
+    with nnx.use_eager_sharding(False):
+        yield
 
 
 def init_optimizer(
@@ -96,7 +158,7 @@ def init_optimizer(
         BadMesh: TP010, if the parameters lie on several meshes.
     """
     found, mesh = array_slots(params)
-    with auto_context(mesh):
+    with auto_context(mesh), annotations_kept():
         plain, rebuild = as_pytree(place(params, found, auto_mesh(mesh)))
 
         def make(plain: PyTree) -> PyTree:

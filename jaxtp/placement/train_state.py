@@ -117,11 +117,53 @@ def state_specs(state: PyTree, plan: Plan, *, state_overrides: Overrides | None 
     return map_with_path(lambda path, _: partition_spec(found[path].spec), state)
 
 
-def slots(tree: PyTree, plan: Plan, overrides: Overrides | None = None) -> dict[str, Slot]:
-    """The checked slot of every leaf of `tree`, by path; errors as in `state_specs`."""
+def slots(
+    tree: PyTree, plan: Plan, overrides: Overrides | None = None, *, complete: bool = False
+) -> dict[str, Slot]:
+    """The checked slot of every leaf of `tree`, by path; errors as in `state_specs`.
+
+    Args:
+        tree: Any train state.
+        plan: The plan of its parameters.
+        overrides: As in `state_specs`.
+        complete: Whether parameters that the plan has and the tree lacks, and a tree that has
+            nothing of the plan, are refused too (TP045).
+    """
+    if complete:
+        _check_same_model(tree, plan)
     return follow(
         tree, plan_slots(plan), plan.mesh, overrides, moments=plan_slots(plan, state=True)
     )
+
+
+def _check_same_model(tree: PyTree, plan: Plan) -> None:
+    """Refuses trees with a part of the plan's parameters, or with matrices and none of them."""
+    known = _without_root(plan_slots(plan))
+    held: dict[str, set[str]] = {}
+    matrices: list[str] = []
+    has_owner = False
+    for path, leaf in leaves(tree):
+        owner, root = _owner(path, known)
+        has_owner = has_owner or owner is not None
+        if owner is not None and root is not None and _holds_parameters(root):
+            held.setdefault(root, set()).add(owner)
+        elif owner is None and len(shape_dtype(leaf, path)[0]) > 1:
+            matrices.append(path)
+    if matrices and not has_owner:
+        raise PlanMismatch(
+            f"none of the plan's {len(known)} parameters is in this tree, which has "
+            f"{join(matrices, 4)}; the plan has {join(known, 4)}",
+            where=matrices[0],
+            fix="make the plan from this tree",
+        )
+    for root, found in held.items():
+        if missing := [path for path in known if path not in found]:
+            raise PlanMismatch(
+                f"the tree has {len(found)} of the plan's {len(known)} parameters; missing: "
+                f"{join(missing, 4)}",
+                where=root or missing[0],
+                fix="make the plan from this tree",
+            )
 
 
 def plan_slots(plan: Plan, *, state: bool = False) -> dict[str, Slot]:

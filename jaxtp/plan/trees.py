@@ -113,7 +113,7 @@ def as_pytree(tree: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return tree, _same
-    kinds = (nnx.Module, nnx.Optimizer)
+    kinds = (nnx.Module, nnx.Optimizer, nnx.Rngs, nnx.Metric)
     nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kinds))
     if not any(isinstance(node, kinds) for node in nodes):
         return tree, _same

@@ -1,12 +1,21 @@
 """Evidence that somebody wrote down: overrides, and annotations already on the tree."""
 
 import difflib
+import itertools
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jaxtp.errors import BadSpec, ConflictingDecisions, Problems, UnusedOverride, join
-from jaxtp.mesh.axes import MeshShape
+from jaxtp.errors import (
+    BadSpec,
+    ConflictingDecisions,
+    JaxtpWarning,
+    Problems,
+    UnusedOverride,
+    join,
+)
+from jaxtp.mesh.axes import Axis, MeshShape
 from jaxtp.plan.trees import Param, Spec, canonical, spec_text
 from jaxtp.rules.roles import Placement, Role, Source, Vote
 
@@ -23,6 +32,14 @@ LOGICAL: dict[str, Role] = {
     "experts": Role.EXPERT,
     "exp": Role.EXPERT,
 }
+STREAM = frozenset({"embed", "embed_no_exp", "embedding", "model", "d_model", "activation_embed"})
+"""Logical names of the residual stream."""
+
+UNSHARDED = STREAM - {"model"} | {
+    "kv", "head_dim", "kv_head_dim", "layers", "layer", "norm", "length", "batch", "stack",
+    "relpos_buckets", "abspos_buckets", "unmodeled", "conv", "conv_in", "conv_out",
+}  # fmt: skip
+"""Logical names of dims that tensor parallelism leaves alone."""
 
 
 def override_votes(
@@ -95,14 +112,13 @@ def annotation_votes(params: Mapping[str, Param], mesh: MeshShape) -> Iterator[V
     """Votes from names that the model's author put on dims.
 
     Names of mesh axes are taken as they are. Logical names say what the dim is, and jaxtp places
-    it. Names that are neither say nothing.
+    it. Names that are neither say nothing, see `unknown_names`.
     """
     axes = {*mesh.names, mesh.tp_name}
     for param in params.values():
         if param.annotation is None:
             continue
-        named = [(n,) if isinstance(n, str) else tuple(n or ()) for n in param.annotation]
-        named += [()] * (len(param.shape) - len(named))
+        named = _named(param)
         physical = tuple(tuple(n for n in names if n in axes) for names in named)
         text = f"annotated {param.annotation}"
         if any(physical):
@@ -112,8 +128,45 @@ def annotation_votes(params: Mapping[str, Param], mesh: MeshShape) -> Iterator[V
         if logical:
             # One dim per array goes on the tensor axis: experts before the width inside an expert.
             dim, role = max(logical, key=lambda item: item[1] is Role.EXPERT)
+            role = _input_or_output(role, named, dim)
             units = (param.shape[dim],)
             yield Vote(param.path, Source.ANNOTATION, role, text, (Placement(dim, units),))
+
+
+def unknown_names(params: Mapping[str, Param], mesh: MeshShape) -> list[str]:
+    """A sentence on annotations that have no effect, because their names mean nothing here.
+
+    Warns once, unless the name is that of an axis which this mesh could have: a model that is
+    annotated for fsdp runs on a mesh without it as it should.
+    """
+    axes = {*mesh.names, mesh.tp_name, *LOGICAL, *UNSHARDED}
+    found: dict[str, list[str]] = {}
+    for param in params.values():
+        for name in itertools.chain.from_iterable(_named(param) if param.annotation else ()):
+            if name not in axes:
+                found.setdefault(name, []).append(param.path)
+    notes = [
+        f"{len(paths)} annotations name {name!r}, which is no axis of the mesh {mesh} and no known "
+        f"logical name, so it has no effect; the first is at {paths[0]}. If it stands for an axis "
+        f'of the mesh: axis_names={{"{Axis.TP}": "{name}"}} with a mesh that has it'
+        for name, paths in found.items()
+    ]
+    if strange := [note for name, note in zip(found, notes, strict=True) if name not in set(Axis)]:
+        more = f" (and {len(strange) - 1} more in plan.notes)" if len(strange) > 1 else ""
+        warnings.warn(f"{strange[0]}{more}", JaxtpWarning, stacklevel=3)
+    return notes
+
+
+def _named(param: Param) -> list[tuple[str, ...]]:
+    """The names on every dim of an annotated parameter."""
+    named = [(n,) if isinstance(n, str) else tuple(n or ()) for n in param.annotation or ()]
+    return named + [()] * (len(param.shape) - len(named))
+
+
+def _input_or_output(role: Role, named: list[tuple[str, ...]], dim: int) -> Role:
+    """A matrix with a dim of the residual stream behind the sharded one has it as its output."""
+    behind = {name for names in named[dim + 1 :] for name in names}
+    return Role.ROW if role is Role.COLUMN and behind & STREAM else role
 
 
 def _physical_vote(param: Param, spec: Spec, text: str, mesh: MeshShape) -> Vote:

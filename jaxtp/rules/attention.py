@@ -215,7 +215,10 @@ def _head_vote(name: str, slot: Projection, found: Heads) -> Vote:
     noun = found.noun.removesuffix("s") if count == 1 else found.noun
     reason = f"{word}, dim {slot.dim} holds {count} {noun} ({found.evidence})"
     placement = Placement(slot.dim, units)
-    return Vote(slot.leaf.param.path, Source.NAMES, role, reason, (placement,), name)
+    assumed = found.noun == "pieces"
+    return Vote(
+        slot.leaf.param.path, Source.NAMES, role, reason, (placement,), name, assumed=assumed
+    )
 
 
 def _holds(slot: Projection, found: Heads) -> bool:

@@ -16,7 +16,7 @@ from jaxtp.plan.decisions import ParamDecision
 from jaxtp.plan.stored_form import Blocks, Padding
 from jaxtp.plan.trees import Param, Spec
 from jaxtp.rules.resolve import Claim
-from jaxtp.rules.roles import Placement, Role
+from jaxtp.rules.roles import Placement, Role, Source
 
 POLICIES = ("factor", "replicate", "error")
 
@@ -191,6 +191,9 @@ def _decision(
             reasons = (*reasons, f"padded from {size} to {blocks.block} so that tp={tp} divides")
         else:
             fallback = price(claim, placement, ways, tp)
+    if placement is not None and vote.source is Source.ANNOTATION and not fallback:
+        cut = tuple(axes if d == placement.dim else () for d in range(len(param.shape)))
+        fallback = _price_of_given(claim, cut, mesh)
     dim = None if placement is None else placement.dim
     return ParamDecision(
         path=param.path,
@@ -214,6 +217,8 @@ def price(claim: Claim, placement: Placement, ways: int, tp: int) -> str:
     units = " x ".join(map(str, placement.units)) + (
         " unit" if placement.units == (1,) else " units"
     )
+    if claim.vote.assumed:
+        units = f"head count unknown (give heads=), {units} assumed"
     how = "replicated" if ways == 1 else f"{ways}-way"
     pad = ", or pad_vocab=True" if claim.vote.role is Role.VOCAB else ""
     return (
@@ -269,7 +274,7 @@ def _given(claim: Claim, mesh: MeshShape, problems: Problems) -> ParamDecision:
 
 
 def _price_of_given(claim: Claim, spec: Spec, mesh: MeshShape) -> str:
-    """What an override costs against the placement it overrules; "" if it costs nothing.
+    """What a given spec costs against the placement it overrules; "" if it costs nothing.
 
     A device that needs the other piece fetches it: a ring all-gather of the array sends (w - 1) / w
     of its bytes, where w is the number of pieces.

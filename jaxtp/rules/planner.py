@@ -96,6 +96,7 @@ def make_plan(
     stages, decisions = pipeline.deal(claims, decisions, shape, stages)
     decisions = fsdp.spread(claims, decisions, shape, zero)
     notes = (
+        *annotations.unknown_names(leaves, shape),
         *resolve.disagreements(claims),
         *review.review(decisions, shape, mesh, strict=strict, budget=replicated_budget),
     )

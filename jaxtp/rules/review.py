@@ -1,22 +1,29 @@
 """What is wrong with a plan altogether (docs/design.md#nothing-is-silent)."""
 
+import itertools
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 from jaxtp.errors import (
+    BadConfig,
     BadMesh,
     ConflictingDecisions,
     IdleDevices,
     JaxtpError,
+    JaxtpWarning,
     NothingSharded,
     Problems,
     ReplicatedTooMuch,
     join,
 )
-from jaxtp.mesh.axes import MeshShape
+from jaxtp.mesh.axes import Axis, MeshShape, Shards
 from jaxtp.mesh.build import hosts_along, idle_devices
 from jaxtp.plan.decisions import ParamDecision
 from jaxtp.rules.roles import Role
+
+WHAT_TO_GIVE = "give heads= or config=, or fn= and inputs=; or add overrides="
+"""What tells jaxtp more about a model of which it could not place enough."""
 
 
 def review(
@@ -35,20 +42,65 @@ def review(
         NothingSharded, ReplicatedTooMuch, ConflictingDecisions, IdleDevices, BadMesh: under
             `strict`, all together.
     """
-    if shape.tp_size == 1:
-        return ()
-    found = [
-        *_nothing(decisions, shape),
-        *_whole(decisions, shape, budget),
-        *_groups(decisions, shape),
-        *_mesh(shape, mesh),
-    ]
+    check_budget(budget)
+    useless = _useless_axes(decisions, shape)
+    found = [*useless, *_mesh(shape, mesh)]
+    if shape.tp_size > 1:
+        found[:0] = [
+            *_nothing(decisions, shape),
+            *_whole(decisions, shape, budget),
+            *_groups(decisions, shape),
+        ]
     if strict:
         problems = Problems()
         for error in found:
             problems.add(error)
         problems.raise_any()
-    return tuple(f"{e.code}: {e.what}" for e in found)
+    if useless:
+        # One line of the stack is `make_plan`, the next its caller.
+        warnings.warn(str(useless[0]), JaxtpWarning, stacklevel=3)
+    return (*map(note_of, found), *_costly_annotations(decisions))
+
+
+def note_of(error: JaxtpError) -> str:
+    """An error as a note of a plan."""
+    return f"{error.code}: {error.what}"
+
+
+def check_budget(budget: float) -> None:
+    """Refuses shares of the bytes that are none.
+
+    Raises:
+        BadConfig: TP020, unless 0 <= budget <= 1.
+    """
+    if isinstance(budget, bool | str) or not 0 <= budget <= 1:
+        raise BadConfig(
+            f"is {budget!r}", where="replicated_budget", fix="a share of all bytes, from 0 to 1"
+        )
+
+
+def _useless_axes(decisions: Sequence[ParamDecision], shape: MeshShape) -> list[JaxtpError]:
+    """Axes of several devices along which every device does what the others do."""
+    specs = [axes for d in decisions for spec in (d.spec, d.state_spec) for axes in spec]
+    used = {*itertools.chain.from_iterable(specs), *shape.batch, *shape.tp}
+    return [
+        IdleDevices(
+            f"the axis {name} shards nothing: its {size} groups of devices do the same work",
+            where=name,
+            fix=f"leave {name} out, and give its devices to "
+            + join(axis for axis in Axis if Shards.BATCH in axis.shards or axis is Axis.TP),
+        )
+        for name, size in shape.sizes
+        if size > 1 and name not in used
+    ]
+
+
+def _costly_annotations(decisions: Sequence[ParamDecision]) -> list[str]:
+    """Annotations that cost something against what the other evidence wants."""
+    costly = [
+        d for d in decisions if d.role is Role.GIVEN and d.fallback and "annot" in d.reasons[-1]
+    ]
+    return [f"{d.path}: {d.reasons[-1]}, {d.fallback}" for d in costly]
 
 
 def _nothing(decisions: Sequence[ParamDecision], shape: MeshShape) -> list[JaxtpError]:
@@ -60,7 +112,7 @@ def _nothing(decisions: Sequence[ParamDecision], shape: MeshShape) -> list[Jaxtp
         NothingSharded(
             f"nothing to shard: none of {len(decisions)} parameters is on the tensor axis "
             f"(tp={shape.tp_size}); {why or 'there are no matrices'}",
-            fix="give heads= or config=, add overrides=, or use tp=1 with dp or fsdp",
+            fix=f"{WHAT_TO_GIVE}; or use tp=1 with dp or fsdp",
         )
     ]
 
@@ -78,7 +130,7 @@ def _whole(decisions: Sequence[ParamDecision], shape: MeshShape, budget: float) 
             f"replicated matrices take {held / 1e6:,.1f} MB on every device, {held / total:.0%} of "
             f"{total / 1e6:,.1f} MB; the largest: {join(listed, 3)}",
             where=largest[0].path,
-            fix=f"give heads= or config=, add overrides=, or raise replicated_budget={budget}",
+            fix=f"{WHAT_TO_GIVE}; or raise replicated_budget={budget}",
         )
     ]
 

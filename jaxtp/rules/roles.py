@@ -123,6 +123,7 @@ class Vote:
         spec: A complete spec that is not up to jaxtp: an override or an annotation.
         fused: What `rules.fused` needs to choose how projections in one array are stored.
         stacked_dims: Dims that count the layers of a stack, as far as this source can see.
+        assumed: Whether the units are an assumption that holds for most models, no evidence.
     """
 
     path: str
@@ -134,3 +135,4 @@ class Vote:
     spec: Spec | None = None
     fused: Fused | None = None
     stacked_dims: tuple[int, ...] = ()
+    assumed: bool = False

@@ -18,9 +18,11 @@ from jaxtp.layers.stacked import runs_in_stages
 from jaxtp.mesh.axes import Axis, MeshShape
 from jaxtp.mesh.build import auto_context, auto_mesh, plan_mesh
 from jaxtp.placement.arrays import batch_slots, place, put
+from jaxtp.placement.replicas import check_agreement
 from jaxtp.placement.train_state import SMALL_BYTES
 from jaxtp.plan.decisions import Plan
 from jaxtp.plan.trees import PyTree, as_pytree, itemsize, leaves, shape_dtype
+from jaxtp.train.arguments import Form, Signature, Static, update_objects
 
 State = TypeVar("State")
 Structure = tuple[jax.tree_util.PyTreeDef, Callable[[PyTree], PyTree]]
@@ -28,13 +30,15 @@ Structure = tuple[jax.tree_util.PyTreeDef, Callable[[PyTree], PyTree]]
 
 
 def jit_step(
-    step_fn: Callable[[State, Any], Any],
+    step_fn: Callable[..., Any],
     state: State,
     mesh: Mesh,
     *,
     plan: Plan | None = None,
     axis_names: Mapping[str, str] | None = None,
     donate: bool = True,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
     compiler_options: Mapping[str, Any] | None = None,
 ) -> "Step[State]":
     """`step_fn` as one compiled function over the mesh.
@@ -43,9 +47,10 @@ def jit_step(
     batch is split over dp and fsdp only. It works under any ambient mesh, or none.
 
     Args:
-        step_fn: `(state, batch) -> (state, metrics)`, or `-> state`; single-device code. With NNX
-            the state holds the objects, e.g. `(model, optimizer)`: the function may change them in
-            place, and returns them.
+        step_fn: `(state, batch) -> (state, metrics)`, or `-> state`; single-device code. It may
+            take more: other batches, keys, `nnx.Rngs`, flags, schedules. With NNX the state holds
+            the objects, e.g. `(model, optimizer)`: the function may change them in place, and
+            returns them.
         state: The state to begin with, from `init_sharded` or `shard`, or structs with shardings.
             Its arrays say where everything lies. Only its shapes and places are used here.
         mesh: The mesh that the state was placed with.
@@ -54,12 +59,16 @@ def jit_step(
             plan knows them, if one is given.
         donate: Let the new state use the memory of the old one, which is gone after the call. NNX
             objects that were passed in are then empty; use those that come back.
+        static_argnums: Positions of arguments that are part of the program, as in `jax.jit`; the
+            state is 0. Flags, strings and functions are static by themselves, numbers are not.
+        static_argnames: Names of such arguments.
         compiler_options: XLA options for this function, e.g. from `jaxtp.compile_options`.
 
     Raises:
         StateNotPlaced: TP070, if a large array of the state is not on the mesh.
         BadMesh: TP010, if the state lies on other devices than those of the mesh.
         NoTensorAxis: TP013, if the mesh has no tensor axis under its own or the given name.
+        BadStep: TP133, if the step has no such static argument.
     """
     shape = plan.mesh if plan is not None else MeshShape.of(mesh, axis_names)
     return Step(
@@ -69,15 +78,16 @@ def jit_step(
         shape=shape,
         plan=plan,
         donate=donate,
+        signature=Signature(step_fn, static_argnums, static_argnames),
         compiler_options=compiler_options,
     )
 
 
 class Step(Generic[State]):
-    """A jitted train step; call it as `step(state, batch)`.
+    """A jitted train step; call it as the step function is written, e.g. `step(state, batch)`.
 
     Attributes:
-        jitted: The function under it, of (structure, leaves of the state, batch).
+        jitted: The function under it, of (structure, leaves of the state, batch, other arguments).
         mesh: The Auto mesh that the state lies on.
         shardings: Where each leaf of the state lies, in JAX's flattening order.
         state_paths: Its path, likewise; the compiled program calls the leaves `arrays[0]`, ...
@@ -85,16 +95,18 @@ class Step(Generic[State]):
 
     def __init__(
         self,
-        step_fn: Callable[[State, Any], Any],
+        step_fn: Callable[..., Any],
         state: State,
         mesh: Mesh,
         *,
         shape: MeshShape,
         plan: Plan | None,
         donate: bool,
+        signature: Signature,
         compiler_options: Mapping[str, Any] | None,
     ) -> None:
         self._shape, self._plan, self._donate = shape, plan, donate
+        self._signature = signature
         self._user_mesh = mesh
         self._plan_mesh = None if plan is None else plan_mesh(mesh, plan.mesh)
         self.mesh, self.shardings = _places(state, mesh)
@@ -104,22 +116,28 @@ class Step(Generic[State]):
         self.jitted = jax.jit(
             functools.partial(_body, step_fn),
             static_argnums=0,
-            in_shardings=(self.shardings, None),
-            out_shardings=(self.shardings, None),
+            in_shardings=(self.shardings, None, None),
+            out_shardings=(self.shardings, None, None),
             donate_argnums=1 if donate else (),
             keep_unused=True,  # a dropped argument would not be donated
             compiler_options=dict(compiler_options) if compiler_options else None,
         )
 
-    def __call__(self, state: State, batch: PyTree) -> Any:
+    def __call__(self, state: State, *args: Any, **named: Any) -> Any:
         """One step: what `step_fn` returns, with the state on the mesh.
 
         Args:
             state: As the one that the step was made for; what lies elsewhere is moved first.
-            batch: A tree of arrays `(batch, ...)`, on the host or placed.
+            *args: The batch, a tree of arrays `(batch, ...)` on the host or placed, and whatever
+                else `step_fn` takes; see `jaxtp.shard_batch` for what is not sharded. NNX objects,
+                such as `nnx.Rngs`, are updated in place.
+            **named: The same, by name.
 
         Raises:
-            BadStep: TP133, if `step_fn` does not return the state as it was.
+            BadStep: TP133, if `step_fn` cannot be called like that, does not return the state as it
+                was, or the state was donated to an earlier call.
+            ProcessesDisagree: TP014, in the first call, if processes have other plans, other
+                batches, or other copies of one array.
             PlanMismatch: TP045, if the state has another number of arrays.
             SizeMismatch: TP003, if the batch does not divide over the batch axes.
             BadStages: TP074, if the plan has stages and `step_fn` does not run in them.
@@ -129,19 +147,25 @@ class Step(Generic[State]):
             known = [ref() for ref in self._known]
             if len(known) != len(arrays) or any(map(operator.is_not, known, arrays)):
                 arrays = self._adopt(arrays)
-            arguments = (structure, arrays, self._placed(batch))
+            form, traced = self._signature.read(state, args, named)
+            if not known:
+                self._compare_processes(arrays, traced)
+            arguments = self._arguments(structure, arrays, form, traced)
             if not known:
                 self._check_stages(arguments)
-            new, rest = self.jitted(*arguments)
+            new, rest, changed = self.jitted(*arguments)
+            update_objects(dict(zip(form.names, (*args, *named.values()), strict=True)), changed)
         self._known = [weakref.ref(leaf) for leaf in new]
         return (_put_together(structure, new), *rest) if rest else _put_together(structure, new)
 
-    def lower(self, state: State, batch: PyTree) -> jax.stages.Lowered:
+    def lower(self, state: State, *args: Any, **named: Any) -> jax.stages.Lowered:
         """The step lowered for arrays or structs; nothing runs and nothing is donated."""
         with self._context():
             structure, arrays = _take_apart(state)
             arrays = [_settle(x, s) for x, s in zip(arrays, self.shardings, strict=True)]
-            arguments = (structure, arrays, self._placed(batch))
+            arguments = self._arguments(
+                structure, arrays, *self._signature.read(state, args, named)
+            )
             self._check_stages(arguments)
             return self.jitted.lower(*arguments)
 
@@ -165,8 +189,18 @@ class Step(Generic[State]):
                 stack.enter_context(use_plan(self._plan, self._plan_mesh))
             yield
 
-    def _placed(self, batch: PyTree) -> PyTree:
-        return place(batch, batch_slots(batch, self._shape), self.mesh)
+    def _arguments(
+        self, structure: Structure, arrays: list[Any], form: Form, traced: dict[str, PyTree]
+    ) -> tuple[Any, ...]:
+        """What the jitted function takes; the first argument is the batch."""
+        placed = place(traced, batch_slots(traced, self._shape), self.mesh)
+        batch = placed.pop(form.names[0], None) if form.names else None
+        return (Static((structure, form)), arrays, batch, placed)
+
+    def _compare_processes(self, arrays: list[jax.Array], traced: PyTree) -> None:
+        """Refuses processes that would wait for each other for ever, or train apart in silence."""
+        facts = {"plan": self._plan and self._plan.to_json(), "shardings": self.shardings}
+        check_agreement({name: str(value) for name, value in facts.items()}, traced, arrays)
 
     def _adopt(self, arrays: list[Any]) -> list[jax.Array]:
         """A state that this step has not made: every array in its place and in its own memory.
@@ -178,6 +212,12 @@ class Step(Generic[State]):
             raise PlanMismatch(
                 f"the state has {len(arrays)} arrays, the step was made for {len(self.shardings)}",
                 fix="make the step from this state",
+            )
+        if any(isinstance(x, jax.Array) and x.is_deleted() for x in arrays):
+            raise BadStep(
+                "the state was given to an earlier call of a step, which took over its memory",
+                fix="go on with the state that the call returned: state, metrics = step(state, "
+                "batch); or jit_step(..., donate=False)",
             )
         placed = [_settle(x, s) for x, s in zip(arrays, self.shardings, strict=True)]
         # Asking for the address of an array that is still being computed can hang JAX on CPU.
@@ -215,22 +255,27 @@ def _put_together(structure: Structure, arrays: Iterable[Any]) -> PyTree:
 
 
 def _body(
-    step_fn: Callable[[Any, Any], Any],
-    structure: Structure,
+    step_fn: Callable[..., Any],
+    static: Static,
     arrays: list[jax.Array],
     batch: PyTree,
-) -> tuple[list[jax.Array], tuple[Any, ...]]:
-    """What is traced: leaves in, leaves out, and the metrics, if there are any, in a tuple."""
+    others: Mapping[str, PyTree],
+) -> tuple[list[jax.Array], tuple[Any, ...], dict[str, PyTree]]:
+    """What is traced: leaves in; leaves, metrics in a tuple, and changed arguments out."""
+    structure: Structure
+    form: Form
+    structure, form = static.value
     state = _put_together(structure, arrays)
     paths = [path for path, _ in leaves(state)]
-    out = step_fn(state, batch)
+    values = form.build({form.names[0]: batch, **others} if form.names else others)
+    out = form.call(step_fn, state, values)
     ways: list[tuple[Any, tuple[Any, ...]]] = [(out, ())]
     if isinstance(out, tuple) and len(out) == 2:
         ways.append((out[0], out[1:]))
     for new, rest in ways:
         found, new_arrays = _take_apart(new)
-        if found == structure:
-            return _successors(paths, arrays, new_arrays), rest
+        if found == structure or _same_leaves(structure, paths, found, new):
+            return _successors(paths, arrays, new_arrays), rest, form.changed(values)
     returned = {path for path, _ in leaves(ways[-1][0])}
     raise BadStep(
         f"the step returns a {type(out).__name__} that is not the state, nor (state, metrics); "
@@ -238,6 +283,14 @@ def _body(
         f"new: {join(sorted(returned - set(paths))) or 'nothing'}",
         fix="return (state, metrics) or state, with the types and static fields that came in",
     )
+
+
+def _same_leaves(old: Structure, paths: list[str], new: Structure, tree: PyTree) -> bool:
+    """Whether NNX objects differ in the containers inside their variables only.
+
+    SM3's state is a list for each parameter before the first update, and a mapping after it.
+    """
+    return new[1] == old[1] != as_pytree(())[1] and [path for path, _ in leaves(tree)] == paths
 
 
 def _successors(
