@@ -38,4 +38,5 @@ from .processes.faults import watchdog as watchdog
 from .processes.startup import agree as agree
 from .processes.startup import initialize as initialize
 from .rules.planner import make_plan as make_plan
+from .train.mesh_search import search as search
 from .train.step import jit_step as jit_step

@@ -14,6 +14,7 @@ COMMANDS = {
     "explain": "plan_commands",
     "view": "view_command",
     "preflight": "preflight_command",
+    "search": "search_command",
     "probe": "probe_command",
     "errors": "errors_command",
 }

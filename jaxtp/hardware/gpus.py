@@ -11,12 +11,18 @@ Sources of the numbers:
 - NIC bandwidth: one port per GPU as in DGX systems: HDR 25 GB/s (A100), NDR 50 GB/s (the others).
 
 Assumptions, where no measured number exists: an A100's links are an H100's at 600/900 of the
-bandwidth; an H200's are an H100's; a GB200's in groups of up to 8 are a B200's; large matrix
-products sustain 700/989 of the peak on every kind, as cuBLASLt does on an H100 in XLA's table.
+bandwidth; an H200's are an H100's; a GB200's in groups of up to 8 are a B200's.
+
+What training sustains of the data sheet is fitted on published runs of A100s, H100s and B200s
+(`scripts/fit_cost.py`); H200 and GB200 take the shares of H100 and B200. Of an H100's products it
+is 700/989, as cuBLASLt does in XLA's table.
 """
 
 import dataclasses
+import functools
 import json
+import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -48,6 +54,9 @@ class DeviceKind:
         config: The compiler's description of the chip (`gpu_device_info`), as a text proto;
             minimal, so that jax 0.10 parses it too. 0.12 takes more, which changes small
             all-reduces only.
+        memory_share: Share of `hbm_bandwidth` that elementwise kernels reach in training.
+        attention_share: FLOP/s of the fastest fused attention, forward, relative to `matmul_flops`.
+        network_share: Share of `nic_bandwidth` that collectives reach in training.
     """
 
     name: str
@@ -62,6 +71,9 @@ class DeviceKind:
     link_share: float
     tables: Tables
     config: str
+    memory_share: float = 0.8
+    attention_share: float = 0.6
+    network_share: float = 0.45
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -70,6 +82,12 @@ class DeviceKind:
                 raise BadTopology(
                     f"{field.name} is {value}", where=self.name, fix="give a positive number"
                 )
+
+    @functools.cached_property
+    def cores(self) -> int:
+        """Streaming multiprocessors, as the compiler's description says; 132 where it does not."""
+        found = re.search(r"core_count: (\d+)", self.config)
+        return int(found[1]) if found else 132
 
     def to_json(self) -> str:
         """The description file's text; `Target.parse("FILE.json:1x8")` reads it."""
@@ -106,11 +124,13 @@ def _kind(
     *,
     tables: Tables,
     link_share: float = 1.0,
+    sustained: tuple[float, float, float, float],
     nic: float = 50e9,
     domain: int = 8,
     host: int = 8,
 ) -> DeviceKind:
     """One row of KINDS; `chip` lists what XLA's own description says about cores and caches."""
+    product, memory_share, attention, network = sustained
     cores, fpus, core_kib, optin_kib, l2_mib, clock, major = chip
     config = f"""gpu_device_info {{
   threads_per_block_limit: 1024
@@ -140,7 +160,7 @@ device_description_str: "{description}"
         name=name,
         description=description,
         peak_flops=peak,
-        matmul_flops=peak * 700 / 989,
+        matmul_flops=peak * product,
         memory_bytes=memory,
         hbm_bandwidth=hbm,
         nic_bandwidth=nic,
@@ -149,6 +169,9 @@ device_description_str: "{description}"
         link_share=link_share,
         tables=tables,
         config=config,
+        memory_share=memory_share,
+        attention_share=attention,
+        network_share=network,
     )
 
 
@@ -157,6 +180,11 @@ _SM80 = (108, 64, 164, 163, 40, 1.41, 8)
 _SM90 = (132, 128, 228, 227, 50, 1.98, 9)
 _SM100_B200 = (148, 128, 228, 227, 126.5, 1.965, 10)
 _SM100_GB200 = (152, 128, 228, 227, 129.25, 2.062, 10)
+# Shares of the data sheet that training sustains: products, memory, attention relative to products,
+# network. Fitted, see the docstring of the module.
+_AMPERE = (0.757, 0.9, 0.605, 0.46)
+_HOPPER = (700 / 989, 0.53, 0.363, 0.5)
+_BLACKWELL = (0.6, 0.35, 0.7, 0.5)
 _GB200_LINKS: Tables = {kind: {**BLACKWELL[kind], **RACK[kind]} for kind in RACK}
 
 KINDS: Mapping[str, DeviceKind] = {
@@ -164,27 +192,27 @@ KINDS: Mapping[str, DeviceKind] = {
     for kind in (
         _kind(
             "a100-40", "NVIDIA A100-SXM4-40GB", 312e12, 42331013120, 1.5552e12, _SM80,
-            tables=HOPPER, link_share=600 / 900, nic=25e9,
+            tables=HOPPER, sustained=_AMPERE, link_share=600 / 900, nic=25e9,
         ),
         _kind(
             "a100-80", "NVIDIA A100-SXM4-80GB", 312e12, 85100068864, 2.03904e12, _SM80,
-            tables=HOPPER, link_share=600 / 900, nic=25e9,
+            tables=HOPPER, sustained=_AMPERE, link_share=600 / 900, nic=25e9,
         ),
         _kind(
             "h100", "NVIDIA H100 80GB HBM3", 989e12, 84942979072, 3.35232e12, _SM90,
-            tables=HOPPER,
+            tables=HOPPER, sustained=_HOPPER,
         ),
         _kind(
             "h200", "NVIDIA H200 141GB HBM3e", 989e12, 151397597184, 4.8e12, _SM90,
-            tables=HOPPER,
+            tables=HOPPER, sustained=_HOPPER,
         ),
         _kind(
             "b200", "NVIDIA B200", 2250e12, 191514411008, 7.67232e12, _SM100_B200,
-            tables=BLACKWELL,
+            tables=BLACKWELL, sustained=_BLACKWELL,
         ),
         _kind(
             "gb200", "NVIDIA GB200", 2500e12, 197897748480, 7.928064e12, _SM100_GB200,
-            tables=_GB200_LINKS, domain=72, host=4,
+            tables=_GB200_LINKS, sustained=_BLACKWELL, domain=72, host=4,
         ),
     )
 }  # fmt: skip
@@ -310,7 +338,8 @@ class Target:
 
         Inside an NVLink domain: the tables. Across domains, assumed hierarchical as in NCCL: each
         of the k members in a domain moves 1/k of the buffer through its own NIC, in chunks, while
-        NVLink moves the rest; the slower of the two counts, plus LAUNCH_SECONDS.
+        NVLink moves the rest; the slower of the two counts, plus LAUNCH_SECONDS a level of the
+        tree over domains.
 
         Args:
             kind: As in `wire_bytes`.
@@ -326,8 +355,10 @@ class Target:
             inside = table_seconds(self.device.tables, kind, num_bytes, members)
         if domains == 1:
             return inside / self.device.link_share
-        leaving = wire_bytes(kind, num_bytes / members, domains) / self.device.nic_bandwidth
-        return LAUNCH_SECONDS + max(inside / self.device.link_share, leaving)
+        network = self.device.network_share * self.device.nic_bandwidth
+        leaving = wire_bytes(kind, num_bytes / members, domains) / network
+        start = LAUNCH_SECONDS * math.log2(domains)
+        return start + max(inside / self.device.link_share, leaving)
 
 
 def _spread(domains: Sequence[int]) -> tuple[int, int]:

@@ -1,0 +1,148 @@
+"""`jaxtp search`: which mesh, and why not the others."""
+
+import contextlib
+import re
+import sys
+from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import tyro
+from rich.console import Console
+
+from jaxtp.config.files import load
+from jaxtp.config.settings import Config
+from jaxtp.config.write import to_toml
+from jaxtp.cost.candidates import describe_fields
+from jaxtp.cost.ranking import GIB
+from jaxtp.errors import BadUsage
+from jaxtp.inspect.pages.search_page import search_html
+from jaxtp.train.machine_sizes import largest_batch, smallest_machine
+from jaxtp.train.mesh_search import Search, mesh_text, run_of
+from jaxtp.train.mesh_search import search as run_search
+
+MOST_GPUS = 4096
+"""Where the search for a machine ends without `max_gpus`."""
+
+
+def search(
+    model: Annotated[str, tyro.conf.Positional],
+    *,
+    target: str = "",
+    batch: int = 0,
+    seq: int = 0,
+    fix: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = (),
+    limit: int = 12,
+    compiled: int = 3,
+    network: str = "",
+    max_gpus: int = 0,
+    tokens_per_day: float = 0.0,
+    largest: bool = False,
+    write: str = "",
+    html: str = "",
+    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
+    time_limit: float = 900.0,
+) -> None:
+    """Price every mesh for a run, compile the best few, and say why the others lost.
+
+    Args:
+        model: A preset such as llama3-70b, or a config file whose other settings are kept.
+        target: KIND:HOSTSxGPUS; by default the file's, or h100:1x8.
+        batch: Sequences of the global batch; by default the file's.
+        seq: Tokens of one sequence; by default the file's, or 2048.
+        fix: SETTING=VALUE that every candidate has, such as mesh.tp=8; give it several times.
+        limit: Meshes to print.
+        compiled: Meshes to compile; 0 for prices alone.
+        network: What each GPU's NIC carries, such as 100gbps, instead of the data sheet's.
+        max_gpus: Look for the smallest machine of the target's kind with at most so many GPUs that
+            fits the run, and reaches `tokens_per_day` if that is given.
+        tokens_per_day: What that machine has to reach.
+        largest: Look for the largest batch, by doubling, whose micro-batch still fits at once.
+        write: Write the best mesh here, as a config that scripts/train.py takes.
+        html: Draw step time against memory of all candidates here.
+        as_json: Print the table as data.
+        time_limit: Seconds that the compiler may take for each mesh.
+    """
+    config = run_of(_named(model), target=target, batch=batch, seq=seq)
+    fixed = _fixed(fix)
+    if max_gpus or tokens_per_day:
+        config = smallest_machine(
+            config, max_gpus=max_gpus or MOST_GPUS, tokens_per_day=tokens_per_day, fixed=fixed
+        )
+    if largest:
+        config = largest_batch(config, fixed=fixed)
+    with _progress() as show:
+        result = run_search(
+            config,
+            fixed=fixed,
+            limit=limit,
+            compile_best=compiled,
+            network=_bytes_per_second(network),
+            time_limit=time_limit,
+            on_progress=show,
+        )
+    print(result.to_json() if as_json else result)
+    if html:
+        Path(html).write_text(_page(result))
+        print(f"wrote {html}", file=sys.stderr)
+    if write:
+        Path(write).write_text(to_toml(result.best.config))
+        print(f"wrote {write}: {mesh_text(result.best.candidate)}", file=sys.stderr)
+
+
+def _named(text: str) -> Config | str:
+    """The settings in a file, or a preset's name."""
+    if not Path(text).is_file():
+        return text
+    config, lines = load(Path(text))
+    for line in lines:
+        print(f"{Path(text).name}: {line}", file=sys.stderr)
+    return config
+
+
+def _fixed(texts: Sequence[str]) -> dict[str, str]:
+    """SETTING=VALUE texts.
+
+    Raises:
+        BadUsage: TP132, for a text without =.
+    """
+    pairs = [text.partition("=") for text in texts]
+    if wrong := [text for text, (_, sign, _) in zip(texts, pairs, strict=True) if not sign]:
+        raise BadUsage(f"{wrong[0]!r} is not SETTING=VALUE", where="fix", fix="--fix mesh.tp=8")
+    return {name: value for name, _, value in pairs}
+
+
+def _bytes_per_second(text: str) -> float:
+    """`100gbps` as bytes/s; 0 for "".
+
+    Raises:
+        BadUsage: TP132, for anything else.
+    """
+    found = re.fullmatch(r"([0-9.]+) *gbps", text.lower())
+    if text and not found:
+        raise BadUsage(f"{text!r} is no bandwidth", where="network", fix="--network 100gbps")
+    return float(found[1]) * 1e9 / 8 if found else 0.0
+
+
+def _page(result: Search) -> str:
+    seconds = [float(value) for value in result.ranking.seconds]
+    gib = [
+        float(value) / GIB
+        for value in np.broadcast_to(np.asarray(result.ranking.memory.total), len(seconds))
+    ]
+    labels = [
+        f"{s:.3f} s, {m:.1f} GiB: {describe_fields(result.ranking.strategies, i)}"
+        for i, (s, m) in enumerate(zip(seconds, gib, strict=True))
+    ]
+    title = f"{result.model} on {result.target}, batch {result.batch} x {result.seq}"
+    limit = result.ranking.limit_bytes / GIB
+    return search_html(title, str(result), seconds, gib, labels, limit)
+
+
+@contextlib.contextmanager
+def _progress() -> Generator[Callable[[str, float], None]]:
+    """A line on standard error that says what is compiled, where that is a terminal."""
+    console = Console(stderr=True)
+    with console.status("pricing") as status:
+        yield lambda what, seconds: status.update(f"compiling {what}: {seconds:.0f} s")

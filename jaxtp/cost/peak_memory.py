@@ -1,0 +1,120 @@
+"""Bytes that one device holds at the peak of a step, part by part, from sizes alone."""
+
+import dataclasses
+
+import numpy as np
+
+from jaxtp.cost.data_parallel import local_params
+from jaxtp.cost.habits import Habits
+from jaxtp.cost.strategy import (
+    ModelSizes,
+    Number,
+    Recompute,
+    Strategy,
+    is_recompute,
+    tokens_of,
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PeakMemory:
+    """Bytes on the fullest device.
+
+    Attributes:
+        state: Parameters, gradients, master copies and moments.
+        activations: What the backward pass needs of all micro-batches in flight.
+        logits: Of one micro-batch, with what the loss makes of them.
+        working: Of the block that is being computed, gathered parameters, library buffers.
+    """
+
+    state: Number
+    activations: Number
+    logits: Number
+    working: Number
+
+    @property
+    def total(self) -> Number:
+        """Bytes in all."""
+        return self.state + self.activations + self.logits + self.working
+
+
+def kept_bytes(model: ModelSizes, s: Strategy, habits: Habits) -> Number:
+    """Bytes that one block keeps for its backward pass, per token of the micro-batch.
+
+    Nothing recomputed, 16 bits each: inputs and results of two norms (4 hidden), q, k, v and the
+    attention's result, the MLP's inner values (3 ffn with a gate, else 2), dropout's masks; where
+    scores go through memory also 5 bytes a score (Korthikanti et al. 2022, section 4.1, whose
+    34 + 5 a s / h this is). Compiled by XLA it is more, which is in the habits.
+    """
+    tp = np.asarray(s.tp)
+    split = np.where(s.sequence_parallel, tp, 1)
+    masks = 2 * model.hidden if model.dropout else 0
+    stream = 2 * model.hidden / split
+    heads = 2 * (2 * model.width + model.kv_width) / tp
+    mlp = 2 * (3 if model.gated else 2) * model.ffn / tp
+    scores = 0 if habits.fused_attention else habits.score_bytes * model.heads * model.seq / tp
+    everything = habits.kept_streams * stream + masks / split + heads + mlp
+    products = 2 * (model.width + model.kv_width + (2 if model.gated else 1) * model.ffn) / tp
+    kept = np.where(is_recompute(s, Recompute.NONE), everything + scores, everything)
+    kept = np.where(is_recompute(s, Recompute.DOTS), 2 * stream + products, kept)
+    ops = 2 * stream + products / 2 + 2 * model.width / tp
+    kept = np.where(is_recompute(s, Recompute.OPS), ops, kept)
+    kept = np.where(is_recompute(s, Recompute.OUTPUTS), 2 * stream, kept)
+    return np.where(is_recompute(s, Recompute.FULL, Recompute.STAGE), stream, kept)
+
+
+def peak_memory(model: ModelSizes, s: Strategy, habits: Habits) -> PeakMemory:
+    """The peak of one step: at the loss, or in the backward pass of the last block.
+
+    1F1B holds as many micro-batches as there are stages on the first of them; interleaved, the
+    chunks in between as well (Narayanan et al. 2021, section 2.2). On the last stage, logits stand
+    beside one micro-batch: the fuller of the two stages counts.
+    """
+    pp, m = np.asarray(s.pp), np.asarray(s.micro_batches)
+    tokens, layers = tokens_of(model, s), np.ceil(model.layers / pp)
+    flight = _in_flight(s, habits)
+    kept = kept_bytes(model, s, habits) * tokens * layers
+    # In stages of one program the head works on its share of all micro-batches at once.
+    rows = tokens * np.where(pp > 1, m / pp, 1) if habits.gpipe else tokens
+    each = np.where(pp > 1, habits.staged_logit_bytes, habits.logit_bytes)
+    logits = (each * rows + habits.table_bytes * model.hidden) * model.vocab / np.asarray(s.tp)
+    none = dataclasses.replace(s, recompute=np.asarray(int(Recompute.NONE)))
+    block = kept_bytes(model, none, habits) * tokens
+    recomputes = is_recompute(s, Recompute.FULL, Recompute.STAGE, Recompute.OUTPUTS, Recompute.DOTS)
+    block = np.where(recomputes, 1.0, 0.5) * block
+    at_loss = np.where(habits.gpipe, flight, 1) * kept + logits
+    backward = flight * kept + block
+    gathered = 2 * 2.0 * model.layer_params / np.asarray(s.tp)
+    on_loss = at_loss >= backward
+    return PeakMemory(
+        state=state_bytes(model, s, habits),
+        activations=np.where(on_loss & (not habits.gpipe), 1, flight) * kept,
+        logits=np.where(on_loss, logits, 0.0),
+        working=np.where(on_loss, 0.0, block)
+        + np.where(np.asarray(s.zero) >= 3, gathered, 0.0)
+        + habits.workspace_bytes,
+    )
+
+
+def _in_flight(s: Strategy, habits: Habits) -> Number:
+    """Micro-batches whose activations the fullest stage holds at once."""
+    pp, m, v = np.asarray(s.pp), np.asarray(s.micro_batches), np.asarray(s.rounds)
+    if habits.gpipe:
+        # One program keeps what each tick leaves, idle ones too: chunks of layers / rounds.
+        return np.where(pp > 1, m + (pp - 1) / v, 1)
+    return np.where(pp > 1, np.minimum(m, pp + np.where(v > 1, (pp - 1) / v, 0)), 1)
+
+
+def state_bytes(model: ModelSizes, s: Strategy, habits: Habits) -> Number:
+    """Bytes of parameters, gradients, master copies and moments on the fullest device."""
+    size, fsdp, zero = local_params(model, s), np.asarray(s.fsdp), np.asarray(s.zero)
+    three, two = np.where(zero >= 3, fsdp, 1), np.where(zero >= 2, fsdp, 1)
+    one = np.where(zero >= 1, fsdp * np.asarray(s.cp), 1)
+    gradients = np.where(
+        np.asarray(s.micro_batches) * (np.asarray(s.pp) == 1) > 1,
+        habits.held_gradient_bytes,
+        habits.single_gradient_bytes,
+    )
+    return (
+        size * habits.copy_bytes / three + size * gradients / two + size * habits.state_bytes / one
+    )

@@ -1,0 +1,142 @@
+"""Seconds of matrix products and of attention on one GPU, from sizes in elements."""
+
+import math
+
+import numpy as np
+
+from jaxtp.cost.strategy import Number
+from jaxtp.hardware.gpus import DeviceKind
+
+TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.95), (64, 128, 0.6), (128, 64, 0.6))
+"""Rows and columns of the output that one core computes at a time, and its rate relative to the
+best. The shares are read off XLA's measured H100 table (bfloat16, 4096 x N x 4096: N = 256, 512,
+1024 run at 399, 662, 752 TFLOP/s). cuBLAS picks the fastest, and so does the model."""
+
+FILL_DEPTH = 130
+"""Contracted elements that starting and ending a tile is worth. Fitted."""
+
+KERNEL_SECONDS = 3e-6
+"""Start and end of one kernel on the device: 1024^3 and 2048^3 at 253 and 641 TFLOP/s there."""
+
+MISALIGNED = 2.0
+"""Factor on products whose inner dims are no multiple of 8 elements (16 bytes), which tensor cores
+load in pieces (NVIDIA, Matrix Multiplication Background, tensor core requirements)."""
+
+BACKWARD_ATTENTION = 0.85
+"""Rate of fused attention backward, relative to forward (Dao 2023, figures 4 to 6)."""
+
+
+def product_seconds(
+    device: DeviceKind, rows: Number, columns: Number, depth: Number, *, count: Number = 1
+) -> Number:
+    """Seconds of `count` products of (rows, depth) by (depth, columns), all in one kernel.
+
+    The output is cut into tiles, each core computes one at a time, and the last wave of tiles may
+    leave cores idle (NVIDIA, Matrix Multiplication Background, tile and wave quantisation). Memory
+    bandwidth limits products with little depth or few rows.
+
+    Args:
+        device: The GPU.
+        rows: Rows of the left operand on one device, in elements.
+        columns: Columns of the right operand on one device, in elements.
+        depth: The contracted dim on one device, in elements.
+        count: Independent products, as in attention.
+    """
+    per_core = device.matmul_flops / device.cores
+    best: Number = math.inf
+    for tile_rows, tile_columns, share in TILES:
+        tiles = np.ceil(rows / tile_rows) * np.ceil(columns / tile_columns) * count
+        waves = np.ceil(tiles / device.cores)
+        flops = 2.0 * tile_rows * tile_columns * waves * (depth + FILL_DEPTH)
+        best = np.minimum(best, flops / (per_core * share))
+    aligned = (np.mod(columns, 8) == 0) & (np.mod(depth, 8) == 0)
+    best = best * np.where(aligned, 1.0, MISALIGNED)
+    moved = 2.0 * count * (rows * depth + depth * columns + rows * columns)
+    return np.maximum(best, moved / memory_rate(device)) + KERNEL_SECONDS
+
+
+def linear_seconds(
+    device: DeviceKind, rows: Number, columns: Number, depth: Number, *, backward: bool
+) -> Number:
+    """Seconds of a projection: one product forward; two backward, for the input and the weights.
+
+    Args:
+        device: The GPU.
+        rows: Tokens on one device.
+        columns: Width of the result on one device, in elements.
+        depth: Width of the input on one device, in elements.
+        backward: Whether the backward pass is meant.
+    """
+    if not backward:
+        return product_seconds(device, rows, columns, depth)
+    inputs = product_seconds(device, rows, depth, columns)
+    return inputs + product_seconds(device, depth, columns, rows)
+
+
+def memory_rate(device: DeviceKind) -> float:
+    """Bytes/s of elementwise kernels in training."""
+    return device.memory_share * device.hbm_bandwidth
+
+
+def unfused_attention_seconds(
+    device: DeviceKind,
+    queries: Number,
+    keys: Number,
+    head_dim: int,
+    heads: Number,
+    *,
+    backward: bool,
+    traffic: float = 1.0,
+) -> Number:
+    """Seconds of attention whose scores go through memory, as Megatron-LM ran it until 2023.
+
+    Two products a head forward, four backward; between them scaled and masked softmax and dropout
+    read and write the scores: 9 bytes a score forward (2 read and 2 written twice, and the mask of
+    the dropout), 12 backward (Korthikanti et al. 2022, section 4.1, count what is kept of them).
+
+    Args:
+        device: The GPU.
+        queries: Query positions of one sequence on one device.
+        keys: Key positions that they see.
+        head_dim: Width of one head.
+        heads: Heads of all sequences of the micro-batch on one device.
+        backward: Whether the backward pass is meant.
+        traffic: Bytes relative to those.
+    """
+    scores = product_seconds(device, queries, keys, head_dim, count=heads)
+    values = product_seconds(device, queries, head_dim, keys, count=heads)
+    moved = traffic * heads * queries * keys * (12 if backward else 9) / memory_rate(device)
+    return (2 if backward else 1) * (scores + values) + moved
+
+
+def fused_attention_seconds(
+    device: DeviceKind,
+    queries: Number,
+    keys: Number,
+    head_dim: int,
+    heads: Number,
+    *,
+    backward: bool,
+    relative: float = 1.0,
+) -> Number:
+    """Seconds of causal attention in one kernel that keeps no scores (Dao et al. 2022).
+
+    4 x queries x keys x head_dim FLOPs a head forward, 10 backward because scores are computed
+    again; the mask leaves half of both, and the other half of each diagonal tile of 128. Tiles of
+    128 queries are the unit of work of a core.
+
+    Args:
+        device: The GPU.
+        queries: Query positions of one sequence on one device.
+        keys: Key positions of the sequence.
+        head_dim: Width of one head.
+        heads: Heads of all sequences of the micro-batch on one device.
+        backward: Whether the backward pass is meant.
+        relative: Rate of the kernel relative to the device's fastest.
+    """
+    flops = (10 if backward else 4) * heads * queries * (keys + 128) / 2 * head_dim
+    share = relative * device.attention_share * (BACKWARD_ATTENTION if backward else 1.0)
+    tiles = np.ceil(queries / 128) * heads
+    idle = np.ceil(tiles / device.cores) * device.cores / tiles
+    rate = device.matmul_flops * share
+    return flops * np.minimum(idle, 2.0) / rate + KERNEL_SECONDS

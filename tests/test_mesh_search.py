@@ -1,0 +1,148 @@
+"""Which mesh: what is offered, in which order, and what is written."""
+
+import dataclasses
+import json
+import time
+
+import numpy as np
+import pytest
+
+from jaxtp.cli.commands import main
+from jaxtp.config.batch_sizes import resolve
+from jaxtp.config.files import load
+from jaxtp.cost.candidates import candidates, complexity
+from jaxtp.cost.habits import HABITS
+from jaxtp.cost.ranking import EQUAL_WITHIN, rank
+from jaxtp.cost.strategy import ModelSizes
+from jaxtp.cost.wire import Wires
+from jaxtp.errors import BadUsage, DoesNotFit
+from jaxtp.hardware.gpus import Target
+from jaxtp.inspect.pages.search_page import scatter
+from jaxtp.train.machine_sizes import largest_batch, smallest_machine
+from jaxtp.train.mesh_search import mesh_text, run_of, search
+
+SIZES = ModelSizes(
+    layers=16, hidden=2048, ffn=8192, heads=32, kv_heads=8, head_dim=64, vocab=128256, seq=2048,
+    gated=True,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def found():
+    return search("llama3.2-1b", target="h100:2x8", batch=64, seq=2048, compile_best=0, limit=100)
+
+
+def test_every_candidate_uses_every_gpu_and_the_whole_batch():
+    s = candidates(SIZES, 16, 64)
+    assert set(s.devices.tolist()) == {16}
+    assert set(s.batch.tolist()) == {64}
+    assert s.tp.max() <= 8
+
+
+def test_every_mesh_that_is_offered_resolves(found):
+    for row in found.rows:
+        assert resolve(row.config, 16).mesh == row.config.mesh
+
+
+def test_those_that_fit_come_first_and_ties_go_to_the_simpler():
+    target = Target.parse("h100:2x8")
+    s = candidates(SIZES, 16, 64)
+    ranking = rank(SIZES, s, Wires.of(target), HABITS["jaxtp"], memory_bytes=20 * 2**30)
+    fits = ranking.fits[ranking.order]
+    assert 0 < fits.sum() < len(fits)
+    assert fits[: fits.sum()].all()
+    best = ranking.seconds[ranking.fits].min()
+    equal = (ranking.seconds <= best * (1 + EQUAL_WITHIN) * (1 - 1e-9)) & ranking.fits
+    assert complexity(s)[ranking.order[0]] == complexity(s)[equal].min()
+
+
+def test_ten_thousand_candidates_take_less_than_five_seconds():
+    config = run_of("llama3-70b", target="h100:8x8", batch=1024, seq=4096)
+    start = time.process_time()
+    result = search(config, compile_best=0)
+    assert len(result.ranking) > 10_000
+    assert time.process_time() - start < 5
+
+
+def test_what_is_fixed_stays(found):
+    fixed = search(
+        "llama3.2-1b", target="h100:1x8", batch=64, seq=2048, compile_best=0,
+        fixed={"mesh.tp": 4, "remat": "full"},
+    )  # fmt: skip
+    assert {row.config.mesh.tp for row in fixed.rows} == {4}
+    assert {row.config.remat for row in fixed.rows} == {"full"}
+    with pytest.raises(BadUsage, match=r"mesh\.ep is not searched"):
+        search("llama3.2-1b", batch=8, fixed={"mesh.ep": 2})
+    with pytest.raises(BadUsage, match="no mesh of 8 GPUs runs a batch of 3"):
+        search("llama3.2-1b", batch=3, fixed={"mesh.dp": 8})
+
+
+def test_losers_have_reasons_that_name_numbers(found):
+    assert found.rows[0].verdict == ""
+    assert all(row.verdict for row in found.rows[1:])
+    small = dataclasses.replace(found.ranking, limit_bytes=2**30)
+    lost = small.candidate(0, best=small.candidate(1))
+    assert "does not fit by" in lost.reason
+
+
+def test_a_slower_network_makes_gathers_dearer():
+    def data(network):
+        rows = search(
+            "llama3-8b", target="h100:2x8", batch=64, seq=2048, compile_best=0, network=network,
+            fixed={"mesh.fsdp": 16, "zero.stage": 3},
+        ).rows  # fmt: skip
+        return rows[0].candidate.parts["gathers"]
+
+    assert data(100e9 / 8) > 1.5 * data(0)
+
+
+def test_the_smallest_machine_holds_the_run_and_the_one_before_does_not():
+    config = run_of("llama3-8b", target="h100:1x8", batch=64, seq=2048)
+    small = smallest_machine(config, max_gpus=64)
+    assert Target.parse(small.target).num_devices == 2
+    with pytest.raises(DoesNotFit, match="no machine of up to 1"):
+        smallest_machine(config, max_gpus=1)
+    fast = smallest_machine(config, max_gpus=64, tokens_per_day=6e9)
+    assert Target.parse(fast.target).num_devices > 2
+
+
+def test_the_largest_batch_fits_and_twice_of_it_does_not():
+    config = largest_batch(run_of("llama3.2-1b", target="h100:1x8", batch=8, seq=2048))
+    once = {"batch.accumulation": 1}
+    assert search(config, fixed=once, compile_best=0).rows[0].candidate.fits
+    twice = search(config, batch=2 * config.batch.size, fixed=once, compile_best=0)
+    assert not twice.rows[0].candidate.fits
+
+
+def test_the_command_writes_a_config_that_loads_and_a_page(tmp_path, capsys):
+    best, page = tmp_path / "best.toml", tmp_path / "search.html"
+    main(
+        ["search", "llama3.2-1b", "--target", "h100:1x8", "--batch", "64", "--compiled", "0"]
+        + ["--write", str(best), "--html", str(page), "--json", "--fix", "mesh.tp=2"]
+    )
+    table = json.loads(capsys.readouterr().out)
+    config, _ = load(best)
+    chosen = table["meshes"][0]["config"]
+    assert (config.mesh.tp, config.mesh.fsdp) == (2, chosen["mesh.fsdp"])
+    assert config.batch.size == 64
+    assert "<svg" in page.read_text()
+
+
+def test_a_best_mesh_that_does_not_fit_is_refused():
+    result = search("llama3-70b", target="h100:1x8", batch=8, compile_best=0)
+    with pytest.raises(DoesNotFit, match="fits on no mesh of h100:1x8"):
+        _ = result.best
+
+
+def test_the_first_meshes_are_compiled_and_their_memory_is_a_fact():
+    result = search("llama-tiny", target="h100:1x2", batch=8, seq=64, compile_best=1, limit=2)
+    assert result.rows[0].report is not None
+    assert result.rows[0].report.fits
+    assert " C " in str(result)
+    assert mesh_text(result.rows[0].candidate) in str(result)
+
+
+def test_the_drawing_marks_the_front():
+    drawing = scatter([3.0, 1.0, 2.0, 2.5], [1.0, 3.0, 2.0, 2.5], ["a"] * 4, 2.0)
+    assert drawing.count('r="4"') == 3
+    assert np.isfinite([float(part) for part in drawing.split('cx="')[1].split('"')[:1]]).all()
