@@ -8,7 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxtp.cost.axis_bytes import axis_bytes
 from jaxtp.cost.block import block_seconds
+from jaxtp.cost.data_parallel import vocab_ways
+from jaxtp.cost.floor import floor_bytes
 from jaxtp.cost.habits import HABITS
 from jaxtp.cost.peak_memory import kept_bytes, peak_memory
 from jaxtp.cost.products import product_seconds
@@ -137,3 +140,24 @@ def test_rows_that_say_too_little_get_a_reason(scored):
 def test_the_mesh_that_prices_choose_costs_little_more_than_the_best(scored):
     (one_node, *_) = bench_cost.regrets(*scored)
     assert float(one_node.split("mean ")[1].split(",")[0]) <= 1.05
+
+
+def test_tensor_bytes_are_the_lower_bound_where_only_products_run_again():
+    s = Strategy(tp=8, recompute=int(Recompute.OUTPUTS), micro_batch=2)
+    message = 2 * 2 * GPT.seq * GPT.hidden
+    least = floor_bytes(size=8, message_bytes=message, layers=GPT.layers)
+    assert axis_bytes(GPT, s) == {"tp": least}
+
+
+def test_zero_3_gathers_blocks_twice_and_tables_once_and_scatters_both():
+    untied = dataclasses.replace(GPT, tied=False)
+    (sent,) = axis_bytes(untied, Strategy(fsdp=8, zero=3, micro_batches=2)).values()
+    blocks = untied.layers * untied.layer_params
+    moved = 3 * blocks + 2 * (untied.params - blocks)
+    assert sent == pytest.approx(2 * 2 * moved * 7 / 8, rel=1e-6)
+
+
+def test_the_jaxtp_model_keeps_a_table_whole_that_tp_does_not_divide():
+    odd = dataclasses.replace(GPT, vocab=50257)
+    ways = [int(vocab_ways(odd, Strategy(tp=8), HABITS[name])) for name in ("jaxtp", "megatron")]
+    assert ways == [1, 8]

@@ -14,12 +14,24 @@ SLOWDOWN = 1.1
 1.1 to 1.3 (Miao et al. 2022, Galvatron, section 4)."""
 
 
-def local_params(model: ModelSizes, s: Strategy) -> Number:
-    """Elements of parameters of the fullest stage on one device, before ZeRO shards them."""
+def vocab_ways(model: ModelSizes, s: Strategy, habits: Habits) -> Number:
+    """Devices that the token table is split over: those along tp, where its rows divide."""
+    divides = habits.pads_vocab | (np.mod(model.vocab, s.tp) == 0)
+    return np.where(divides, s.tp, 1)
+
+
+def local_params(model: ModelSizes, s: Strategy, habits: Habits) -> Number:
+    """Elements of parameters of the fullest stage on one device, before ZeRO shards them.
+
+    In stages of one program every device holds both tables.
+    """
     tp, pp = np.asarray(s.tp), np.asarray(s.pp)
-    tables = (1 if model.tied else 2) * model.table_params + model.positions * model.hidden
-    one_end = np.maximum(model.table_params, tables - model.table_params)
-    return (layer_params_here(model, s) + np.where(pp > 1, one_end, tables)) / tp
+    tables = (1 if model.tied else 2) * model.table_params / vocab_ways(model, s, habits)
+    ends = model.positions * model.hidden + tables
+    last = model.table_params / vocab_ways(model, s, habits)
+    return layer_params_here(model, s) / tp + np.where(
+        (pp > 1) & habits.last_stage_head, last, ends
+    )
 
 
 def layer_params_here(model: ModelSizes, s: Strategy) -> Number:
@@ -72,7 +84,7 @@ def reduce_seconds(
         habits: The framework.
         last_backward: Seconds of the last micro-batch's backward pass.
     """
-    size, zero = local_params(model, s), np.asarray(s.zero)
+    size, zero = local_params(model, s, habits), np.asarray(s.zero)
     num_bytes, tp = size * habits.gradient_bytes, np.asarray(s.tp)
     dp, fsdp = (inner_devices(s, axis) for axis in (Axis.DP, Axis.FSDP))
     shards = np.where(zero >= 1, s.fsdp, 1)
@@ -91,4 +103,4 @@ def reduce_seconds(
 def update_seconds(model: ModelSizes, s: Strategy, device: DeviceKind, habits: Habits) -> Number:
     """Seconds of the optimizer, which memory bandwidth limits."""
     shards = np.where(np.asarray(s.zero) >= 1, s.fsdp, 1)
-    return local_params(model, s) / shards * habits.update_bytes / memory_rate(device)
+    return local_params(model, s, habits) / shards * habits.update_bytes / memory_rate(device)

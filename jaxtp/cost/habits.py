@@ -38,6 +38,9 @@ class Habits:
         staged_logit_bytes: The same in pipeline stages.
         table_bytes: Bytes held beside it for one element of the token table: its dense gradient.
         score_bytes: Bytes kept for one score of attention that is not fused.
+        stacked_gradient_bytes: Bytes of one gradient of the blocks, held whole through the backward
+            pass because the loop over blocks writes into one array.
+        pads_vocab: Whether a vocabulary that tp does not divide is padded.
         gpipe: Whether all micro-batches are in flight at once, and not at most one a stage.
         last_stage_head: Whether the last pipeline stage alone runs the head.
         scatters_sends: Whether stages send each other the tp-th part and gather it again.
@@ -65,6 +68,8 @@ class Habits:
     staged_logit_bytes: float = 4.0
     table_bytes: float = 0.0
     score_bytes: float = 5.0
+    stacked_gradient_bytes: float = 0.0
+    pads_vocab: bool = True
     gpipe: bool = False
     last_stage_head: bool = True
     scatters_sends: bool = True
@@ -107,7 +112,8 @@ HABITS: Mapping[str, Habits] = MappingProxyType(
             # gradients are summed in float32 beside those of the last micro-batch.
             copy_bytes=4, held_gradient_bytes=6, single_gradient_bytes=0, state_bytes=8,
             kept_streams=12, score_bytes=11, logit_bytes=10.3, staged_logit_bytes=6.3,
-            workspace_bytes=0, gpipe=True, last_stage_head=False, scatters_sends=False,
+            workspace_bytes=0, stacked_gradient_bytes=4, pads_vocab=False, gpipe=True,
+            last_stage_head=False, scatters_sends=False,
         ),
         "megatron": _MEGATRON,
         "megatron-deepspeed": _MEGATRON,

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from jaxtp.cost.data_parallel import local_params
+from jaxtp.cost.data_parallel import layer_params_here, local_params, vocab_ways
 from jaxtp.cost.habits import Habits
 from jaxtp.cost.strategy import (
     ModelSizes,
@@ -77,12 +77,17 @@ def peak_memory(model: ModelSizes, s: Strategy, habits: Habits) -> PeakMemory:
     # In stages of one program the head works on its share of all micro-batches at once.
     rows = tokens * np.where(pp > 1, m / pp, 1) if habits.gpipe else tokens
     each = np.where(pp > 1, habits.staged_logit_bytes, habits.logit_bytes)
-    logits = (each * rows + habits.table_bytes * model.hidden) * model.vocab / np.asarray(s.tp)
+    logits = (each * rows + habits.table_bytes * model.hidden) * model.vocab
+    logits = logits / vocab_ways(model, s, habits)
     none = dataclasses.replace(s, recompute=np.asarray(int(Recompute.NONE)))
     block = kept_bytes(model, none, habits) * tokens
     recomputes = is_recompute(s, Recompute.FULL, Recompute.STAGE, Recompute.OUTPUTS, Recompute.DOTS)
     block = np.where(recomputes, 1.0, 0.5) * block
     at_loss = np.where(habits.gpipe, flight, 1) * kept + logits
+    shards = np.where(np.asarray(s.zero) >= 2, s.fsdp, 1) * np.asarray(s.tp)
+    stacked = habits.stacked_gradient_bytes * layer_params_here(model, s) / shards
+    stacked = np.where((m > 1) & (pp == 1), 0.0, stacked)  # counted as held
+    block = block + stacked
     backward = flight * kept + block
     gathered = 2 * 2.0 * model.layer_params / np.asarray(s.tp)
     on_loss = at_loss >= backward
@@ -107,7 +112,7 @@ def _in_flight(s: Strategy, habits: Habits) -> Number:
 
 def state_bytes(model: ModelSizes, s: Strategy, habits: Habits) -> Number:
     """Bytes of parameters, gradients, master copies and moments on the fullest device."""
-    size, fsdp, zero = local_params(model, s), np.asarray(s.fsdp), np.asarray(s.zero)
+    size, fsdp, zero = local_params(model, s, habits), np.asarray(s.fsdp), np.asarray(s.zero)
     three, two = np.where(zero >= 3, fsdp, 1), np.where(zero >= 2, fsdp, 1)
     one = np.where(zero >= 1, fsdp * np.asarray(s.cp), 1)
     gradients = np.where(

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 
 from jaxtp.cost.block import BlockSeconds, block_seconds, exposed
-from jaxtp.cost.data_parallel import gather_seconds, reduce_seconds, update_seconds
+from jaxtp.cost.data_parallel import gather_seconds, reduce_seconds, update_seconds, vocab_ways
 from jaxtp.cost.habits import Habits
 from jaxtp.cost.products import memory_rate, product_seconds
 from jaxtp.cost.strategy import ModelSizes, Number, Strategy, inner_devices, tokens_of
@@ -109,7 +109,8 @@ def _stage_compute(
 
 def _ends(model: ModelSizes, s: Strategy, wires: Wires, habits: Habits) -> _Ends:
     device, tp, tokens = wires.device, np.asarray(s.tp), tokens_of(model, s)
-    columns = np.ceil(model.vocab / tp / VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    ways = vocab_ways(model, s, habits)
+    columns = np.ceil(model.vocab / ways / VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     work = (
         product_seconds(device, tokens, columns, model.hidden)
         + product_seconds(device, tokens, model.hidden, columns)

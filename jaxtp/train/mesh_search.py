@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxtp.compile.report import Report
+from jaxtp.config.batch_sizes import is_sequence_parallel
 from jaxtp.config.presets import preset
 from jaxtp.config.settings import Batch, Config
 from jaxtp.cost.candidates import POLICIES, SETTINGS, candidates
 from jaxtp.cost.habits import HABITS, Habits
 from jaxtp.cost.ranking import EQUAL_WITHIN, EXPECTED_ERROR, GIB, Candidate, Ranking, rank
-from jaxtp.cost.strategy import AXES, ModelSizes
+from jaxtp.cost.strategy import AXES, ModelSizes, Strategy
 from jaxtp.cost.wire import Wires
 from jaxtp.errors import BadUsage, DoesNotFit, JaxtpError, join
 from jaxtp.hardware.gpus import Target
@@ -265,6 +266,25 @@ def habits_of(model: ModelConfig) -> Habits:
     """How jaxtp runs a model of this config."""
     fused = model.attention_implementation == "cudnn"
     return dataclasses.replace(HABITS["jaxtp"], fused_attention=fused)
+
+
+def strategy_of(config: Config) -> Strategy:
+    """The strategy of a resolved config.
+
+    Args:
+        config: Settings with all sizes filled in.
+    """
+    axes = {axis: getattr(config.mesh, axis) for axis in AXES if hasattr(config.mesh, axis)}
+    return Strategy(
+        **axes,
+        rounds=config.pipeline.rounds,
+        micro_batch=config.batch.micro_size,
+        micro_batches=config.batch.accumulation,
+        zero=config.zero.stage,
+        recompute=int(POLICIES[config.remat]),
+        sequence_parallel=is_sequence_parallel(config),
+        interleaved=config.communication.overlap == "aggressive",
+    )
 
 
 def config_for(config: Config, candidate: Candidate) -> Config:

@@ -1,0 +1,20 @@
+"""Prices from sizes alone against the compiled program."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parent.parent.parent / "scripts"))
+import check_cost
+
+# A tensor axis with gathers beside it, and stages.
+TELLING = [case for case in check_cost.CASES if "mesh.fsdp" in case[2] or "mesh.pp" in case[2]][::5]
+
+
+@pytest.mark.parametrize("case", TELLING, ids=lambda case: str(dict(case[2])))
+def test_memory_bytes_and_flops_are_those_of_the_compiled_step(case):
+    _, memory, wire, flops = check_cost.compare(*case)
+    assert memory == pytest.approx(1, abs=0.1)
+    assert wire == pytest.approx(1, abs=0.01)
+    assert flops == pytest.approx(1, abs=0.01)
