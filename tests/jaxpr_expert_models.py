@@ -130,7 +130,9 @@ def moe_sorted(s: Sizes) -> Case:
         out = out.reshape(flat.shape[0], 2, s.width) * weights[..., None]
         return x + out.sum(1).reshape(x.shape)
 
-    return Case(fn, expert_params(s), (stream(s),), expert_expected(s))
+    # XLA divides a ragged product by width, not by groups.
+    width = {"gate": (2, (s.ffn,)), "up": (2, (s.ffn,)), "down": (1, (s.ffn,))}
+    return Case(fn, expert_params(s), (stream(s),), width)
 
 
 @model

@@ -26,6 +26,8 @@ def multiply(
     free: tuple[Dims, Dims],
     batch: Dims,
     dims: Dims,
+    *,
+    ragged: bool = False,
 ) -> Value:
     """The result of a product that sums over dims, with the fact it stands for.
 
@@ -37,9 +39,12 @@ def multiply(
         free: The free dims of each side.
         batch: The dims of the weight that pair off, or that are chosen by group.
         dims: The dims of the result.
+        ragged: See `Contraction`.
     """
     aval = equation.outvars[0].aval
     kinds = [side.kind for side in sides]
+    if _only_scales(sides, summed, free):
+        return walk.derive(aval, dims, sides, elementwise=True, path="")
     if Kind.ACTIVATION not in kinds:
         # Learned queries meet their projection: either side may be the kernel, and both are told.
         pairs = zip(sides, free, reversed(sides), reversed(free), strict=True)
@@ -51,7 +56,7 @@ def multiply(
     if weight is None or (batch and not sides[weight].path):
         scores = (sides[0].scores, sides[1].scores)
         fixed = (kinds[0] is Kind.CONSTANT, kinds[1] is Kind.CONSTANT)
-        walk.facts.append(Mixing(summed, free, scores, fixed, equation))
+        walk.facts.append(Mixing(summed, free, batch, scores, fixed, equation))
         again = any(scores) if any(fixed) else not any(scores)
         return walk.derive(aval, dims, sides, scores=again)
     path, value = sides[weight].path, sides[1 - weight]
@@ -65,6 +70,7 @@ def multiply(
         batch,
         free[1 - weight],
         equation,
+        ragged=ragged,
         source=source.order,
         before=source.product,
     )
@@ -77,6 +83,18 @@ def _source(value: Value) -> Value:
     while value.elementwise and value.product is None and len(set(value.parents)) == 1:
         value = value.parents[0]
     return value
+
+
+def _only_scales(sides: Sequence[Value], summed: Dims, free: tuple[Dims, Dims]) -> bool:
+    """Whether a product multiplies numbers and adds none: `einsum("bt,btf->btf", gate, x)`.
+
+    Written as a multiplication it would be elementwise, and no evidence either. An outer product
+    with a weight sums nothing too, but it produces the weight's width.
+    """
+    produces = any(
+        side.kind is Kind.PARAMETER and any(own) for side, own in zip(sides, free, strict=True)
+    )
+    return not summed and not produces
 
 
 def dot_general(walk: Walk, equation: Any, inputs: Sequence[Value]) -> list[Result]:
@@ -106,7 +124,8 @@ def ragged_dot_general(walk: Walk, equation: Any, inputs: Sequence[Value]) -> li
     free = _rest(left.dims, sum_l, batch_l), _rest(right.dims, sum_r, batch_r, groups)
     stacked = batch + _pick(right.dims, groups)
     summed, dims = _pick(left.dims, sum_l), batch + free[0] + free[1]
-    return [multiply(walk, equation, (left, right), summed, free, stacked, dims)]
+    sides = (left, right)
+    return [multiply(walk, equation, sides, summed, free, stacked, dims, ragged=True)]
 
 
 def convolution(walk: Walk, equation: Any, inputs: Sequence[Value]) -> list[Result]:
@@ -234,7 +253,9 @@ def attention(
     width = tuple(letters[c] for c in query if c in key and c not in result)
     positions = tuple(letters[c] for c in key if c in value and c not in query and c != "k")
     free = tuple(letters[c] for c in value if c not in key)
-    walk.facts.append(Mixing(width, ((), ()), (False, False), (False, False), equation))
-    walk.facts.append(Mixing(positions, ((), free), (True, False), (False, False), equation))
+    heads = tuple(letters[c] for c in query if c in result and c not in key)
+    plain = (False, False)
+    walk.facts.append(Mixing(width, ((), ()), heads, plain, plain, equation))
+    walk.facts.append(Mixing(positions, ((), free), heads, (True, False), plain, equation))
     others = [walk.classes.fresh_dims(shape_of(var.aval)) for var in equation.outvars[1:]]
     return [tuple(letters[c] for c in result), *others]

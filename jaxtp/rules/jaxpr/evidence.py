@@ -42,6 +42,7 @@ class Known:
         contracted: Contractions that sum over it.
         layer: Whether a scan runs along it.
         stacked: Whether weights are stacked along it.
+        ragged: Whether a ragged product picks along it.
         chosen: Whether a computed index is compared with a range along it (one-hot dispatch).
         tables: Token tables whose rows it is.
         whole: Why it must not be sharded.
@@ -54,6 +55,7 @@ class Known:
     contracted: list[Contraction] = dataclasses.field(default_factory=list[Contraction])
     layer: bool = False
     stacked: bool = False
+    ragged: bool = False
     chosen: bool = False
     tables: list[Lookup] = dataclasses.field(default_factory=list[Lookup])
     whole: list[str] = dataclasses.field(default_factory=list[str])
@@ -177,6 +179,7 @@ class Evidence:
                         )
                 for atom in classes_in(fact.batch):
                     self._note(atom).stacked = True
+                    self._note(atom).ragged |= fact.ragged
                 self.uses.get(fact.path, []).append(fact)
             case Lookup():
                 for atom in classes_in((fact.rows,)):
@@ -213,8 +216,12 @@ class Evidence:
         """What attention sums over, and the width that it mixes, are never split.
 
         A sum over positions (the values of attention, linear attention's state) mixes the free dims
-        of its operands. Scores are exempt: their free dims are positions and heads. So are sums
-        with a constant, which treat every entry of the free dims alike.
+        of its operands. Where every head has scores of its own, such a dim is the width inside a
+        head, which is never split. Where all share one matrix of scores (gated attention units, a
+        single head) there is no such width: each of its entries could be a head.
+
+        Scores themselves are exempt: their free dims are positions and heads. So are sums with a
+        constant, which treat every entry of the free dims alike.
         """
         widths = {atom for dims in self.params.values() for atom in classes_in(dims)}
         widths -= self.streams
@@ -229,10 +236,13 @@ class Evidence:
             for atom in classes_in(fact.summed):
                 self._note(atom).whole.append("summed in a product of two activations")
             sums_width = any(map(is_width, fact.summed))
-            for free, scores, fixed in zip(fact.free, fact.scores, fact.fixed, strict=True):
+            others = reversed(fact.free)
+            sides = zip(fact.free, others, fact.scores, fact.fixed, strict=True)
+            for free, other, scores, fixed in sides:
                 if fixed and sums_width:  # a width turned by a constant matrix is a width
                     widths.update(classes_in(free))
-                if not (sums_width or scores or any(fact.fixed)):
+                per_head = any(map(is_width, fact.batch + other))
+                if per_head and not (sums_width or scores or any(fact.fixed)):
                     for atom in classes_in(free):
                         self._note(atom).whole.append(MIXED)
 

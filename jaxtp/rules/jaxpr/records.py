@@ -23,6 +23,8 @@ class Contraction:
         equation: The jaxpr equation, for its source line.
         source: Number of the value that the activation is, up to elementwise steps.
         before: The contraction that the activation is the output of, up to elementwise steps.
+        ragged: Whether rows pick their weight by group sizes (`jax.lax.ragged_dot`), so that the
+            last dim of `batch` is the group dim.
     """
 
     path: str
@@ -33,6 +35,7 @@ class Contraction:
     equation: Any = dataclasses.field(repr=False)
     source: int = -1
     before: "Contraction | None" = dataclasses.field(default=None, repr=False)
+    ragged: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,6 +45,7 @@ class Mixing:
     Attributes:
         summed: The dims summed over: head width in attention scores, positions after the softmax.
         free: The dims of both sides that appear in the output, left side first.
+        batch: The dims that pair off: heads, where each has scores of its own.
         scores: Whether each side is itself made of such a product (attention probabilities).
         fixed: Whether each side is a constant (a rotation, a Fourier basis).
         equation: The jaxpr equation.
@@ -49,6 +53,7 @@ class Mixing:
 
     summed: Dims
     free: tuple[Dims, Dims]
+    batch: Dims
     scores: tuple[bool, bool]
     fixed: tuple[bool, bool]
     equation: Any = dataclasses.field(repr=False)

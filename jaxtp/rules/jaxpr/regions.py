@@ -31,6 +31,9 @@ class Region:
         options: Path -> where the parameter would be split.
         weight: Elements of those parameters; twice as many for experts, which beat the width inside
             them at an equal price on the wire because each expert's products stay on one device.
+        gathered: Whether XLA gathers what is split along it: experts that a ragged product picks.
+            It has no way to divide such a product by groups, and every device would compute all
+            of them.
     """
 
     name: str
@@ -38,6 +41,7 @@ class Region:
     classes: list[Atom]
     options: dict[str, Option]
     weight: int
+    gathered: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,6 +62,7 @@ class Regions:
         chosen: The regions that are split, in program order.
         split: Class -> the chosen region it is in.
         placed: Path -> the chosen region that splits it.
+        gathered: Path -> the region of experts that a ragged product picks among.
         instead: Path -> what to fall back on if that region cannot be split.
     """
 
@@ -69,10 +74,15 @@ class Regions:
         self.chosen = best_regions(regions, rivals)
         self.split = {atom: region for region in self.chosen for atom in region.classes}
         self.placed = {path: region for region in self.chosen for path in region.options}
+        self.gathered = {path: r for r in regions if r.gathered for path in r.options}
         self.instead: dict[str, Option] = {}
         for region in self.chosen:
             taken = [other for other in self.chosen if other is not region]
-            free = [r for r in rivals[region] if not any(other in rivals[r] for other in taken)]
+            free = [
+                r
+                for r in rivals[region]
+                if not r.gathered and not any(other in rivals[r] for other in taken)
+            ]
             for other in best_regions(free, rivals):
                 self.instead |= {p: o for p, o in other.options.items() if p in region.options}
 
@@ -120,8 +130,10 @@ class Regions:
             kind = next(k for k in (EXPERT, VOCAB, INNER) if k in kinds)
             own = options[first]
             size = sum(dim_size(sum(evidence.params[path], ())) for path in own)
-            weight = size * 2 if kind == EXPERT else size
-            regions.append(Region(f"{kind}{len(regions)}", kind, classes, own, weight))
+            gathered = any(evidence.of(atom).ragged for atom in classes)
+            weight = 0 if gathered else size * 2 if kind == EXPERT else size
+            name = f"{kind}{len(regions)}"
+            regions.append(Region(name, kind, classes, own, weight, gathered))
         return regions
 
     def option(self, axis: int, parts: list[Part]) -> Option | None:

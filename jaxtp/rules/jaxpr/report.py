@@ -98,6 +98,12 @@ class Reporter:
             units = " x ".join(map(str, option.units))
             origin = next((atom.origin for atom in dim if atom.origin is not None), None)
             said.append(f"{dim_size(dim)} is seen as {factors}{self._at(origin)}; units {units}")
+        experts = self._regions.gathered.get(path)
+        if experts not in (None, region):
+            said.append(
+                f"not along the {experts.classes[0].size} experts, which a ragged product picks by "
+                "group: XLA would gather all of them and compute all on every device"
+            )
         if path in self._regions.instead:
             said.append(f"dim {self._regions.instead[path].dim} can be sharded instead")
         return said
