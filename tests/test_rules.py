@@ -329,8 +329,22 @@ def test_the_stronger_source_wins_and_keeps_what_the_weaker_said():
     (claim,) = resolve.decide(PARAM, [strong, weak])
     assert claim.vote is strong
     assert claim.reasons == ("names: NAMES says so (overruled)", "dataflow: DATAFLOW says so")
+    shape = MeshShape.of({"tp": 2})
+    _, decisions = fallback.fit([claim], shape)
     with pytest.warns(JaxtpWarning, match="w: dataflow overrules names"):
-        assert resolve.disagreements([claim])
+        assert resolve.disagreements([claim], decisions, shape)
+
+
+def test_sources_that_choose_the_same_do_not_disagree():
+    """One knows what to take if the first choice fails; or what fails leads to the same dim."""
+    shape = MeshShape.of({"tp": 2})
+    first, both = vote(Source.NAMES), vote(Source.DATAFLOW, dims=(0, 1))
+    odd = Vote("w", Source.DATAFLOW, Role.EXPERT, "", (Placement(1, (3,)), Placement(0, (8,))))
+    for strong in (both, odd):
+        (claim,) = resolve.decide(PARAM, [strong, first])
+        _, decisions = fallback.fit([claim], shape)
+        assert decisions[0].dim_on(shape.tp) == 0
+        assert not resolve.disagreements([claim], decisions, shape)
 
 
 def test_equal_sources_that_disagree_are_an_error():

@@ -111,8 +111,8 @@ class _Placer:
         self._classes: dict[Value, tuple[DimClass, ...]] = {}
         self.left = lost(analysis, self._axes)
 
-    def run(self, scope: Scope, args: Sequence[Any]) -> list[Any]:
-        """The outputs of one jaxpr for these inputs."""
+    def run(self, scope: Scope, args: Sequence[Any], *, in_pieces: bool = False) -> list[Any]:
+        """The outputs of one jaxpr for these inputs; pieces are put together unless wanted."""
         jaxpr = scope.jaxpr
         known: dict[Any, Any] = dict(zip(jaxpr.constvars, scope.consts, strict=True))
         known |= dict(zip(jaxpr.invars, args, strict=True))
@@ -126,7 +126,7 @@ class _Placer:
             raw = [known.get(var) for var in equation.invars if not isinstance(var, Literal)]
             results = None
             if any(isinstance(operand, Pieces) for operand in raw):
-                results = self._on_pieces(scope, equation, known)
+                results = self._on_pieces(scope, position, known)
             if results is None:
                 operands = [value_of(var) for var in equation.invars]
                 # Reports name the user's line, not this one.
@@ -137,6 +137,8 @@ class _Placer:
                 known[var] = (
                     result if value is None else self._place(scope, equation, value, result)
                 )
+        if in_pieces:
+            return [v.val if isinstance(v, Literal) else known[v] for v in jaxpr.outvars]
         return [value_of(var) for var in jaxpr.outvars]
 
     def _equation(
@@ -199,10 +201,15 @@ class _Placer:
         leaves = self.run(scope, list(args))
         return jax.tree.unflatten(jax.tree.structure(shapes), leaves), results
 
-    def _on_pieces(self, scope: Scope, equation: Any, known: Mapping[Any, Any]) -> list[Any] | None:
+    def _on_pieces(self, scope: Scope, position: int, known: Mapping[Any, Any]) -> list[Any] | None:
         """The results of an equation on pieces that were computed apart, or None."""
+        equation = scope.jaxpr.eqns[position]
         value = scope.values.get(equation.outvars[0])
         operands = [v.val if isinstance(v, Literal) else known[v] for v in equation.invars]
+        if calls := scope.calls.get(position):
+            row = PRIMITIVES.get(equation.primitive.name)
+            inlined = row is not None and row.again is inline
+            return self.run(calls[0], operands, in_pieces=True) if inlined else None
         elementwise = value is not None and value.elementwise
         return over_pieces(equation, operands, self._split, elementwise=elementwise)
 
@@ -227,7 +234,8 @@ class _Placer:
                     around = self._way_around(scope, equation, product.out, axes)
                     return by_result(product, self._split, c.pieces, axes, around, x, w)
                 if c.pieces:
-                    return by_weight(product, self._split, c.pieces, axes, x, w)
+                    ways = {cut: () if cut in c.replicated else axes for cut in c.pieces}
+                    return by_weight(product, self._split, ways, x, w)
                 if finding.pieces:
                     return product_of_piece(product, self._split, axes, x, w)
                 rest = wide[len(axes) :]

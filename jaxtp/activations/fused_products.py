@@ -4,6 +4,7 @@ Which constraints do it follows from where `rules.fused` keeps the weight.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -57,21 +58,33 @@ def product_of_piece(
 
 
 def by_weight(
-    product: WeightProduct, place: Place, cuts: Cuts, axes: tuple[str, ...], x: Any, w: Any
+    product: WeightProduct,
+    place: Place,
+    ways: Mapping[tuple[int, int], tuple[str, ...]],
+    x: Any,
+    w: Any,
 ) -> Pieces:
-    """The product by a weight that is replicated, or sharded along another dim than the fused one.
+    """The product by a weight that is replicated, or split along another dim than the fused one.
 
     Args:
         product: The product; its `dim` holds the pieces.
         place: Puts constraints.
-        cuts: The pieces.
-        axes: Tensor axes that each piece is split over.
+        ways: The pieces, (start, stop), and the tensor axes that each is split over; none for a
+            piece that every device needs all of.
         x: The activation.
         w: The weight.
     """
-    pieces = [jax.lax.slice_in_dim(w, *cut, axis=product.dim) for cut in cuts]
-    parts = tuple(product_of_piece(product, place, axes, x, piece) for piece in pieces)
-    return Pieces(parts, product.out, cuts)
+    parts: list[Any] = []
+    for cut, axes in ways.items():
+        piece = jax.lax.slice_in_dim(w, *cut, axis=product.dim)
+        if axes:
+            parts.append(product_of_piece(product, place, axes, x, piece))
+        else:
+            # Of a weight that is split along another dim all of this piece is fetched: it is the
+            # small one, and its product would else be a sum over devices.
+            piece = place(piece, dict.fromkeys(range(piece.ndim), ()))
+            parts.append(place(product(x, piece), {product.out: ()}))
+    return Pieces(tuple(parts), product.out, tuple(ways))
 
 
 def by_result(
@@ -110,13 +123,44 @@ def over_pieces(
     What takes the dim apart at the cuts picks pieces; what works on each element, or leaves the
     pieces one after another along one dim, works on each piece.
     """
-    name = equation.primitive.name
+    name, params = equation.primitive.name, equation.params
     value = next(operand for operand in operands if isinstance(operand, Pieces))
     if name in TAKE_APART:
-        return TAKE_APART[name](value, equation.params)
-    if elementwise or name == "convert_element_type":
+        return TAKE_APART[name](value, params)
+    if name == "pad" and not any(params["padding_config"][value.dim]):
+        return [_each(value, lambda part, *_: jax.lax.pad(part, operands[1], **params))]
+    if name == "conv_general_dilated":
+        return _depthwise(value, params, operands)
+    # Along another dim these leave the pieces where they are, too.
+    along = {"concatenate": "dimension", "cumsum": "axis", "rev": "dimensions"}.get(name)
+    beside = along is not None and value.dim not in jax.tree.leaves(params[along])
+    if elementwise or beside or name == "convert_element_type":
         return _elementwise(value, equation, operands, place)
     return None
+
+
+def _each(value: Pieces, fn: Callable[[Any, int, int], Any]) -> Pieces:
+    """What a function of a piece and its place makes of each."""
+    parts = [fn(part, *cut) for part, cut in zip(value.parts, value.cuts, strict=True)]
+    return Pieces(tuple(parts), value.dim, value.cuts)
+
+
+def _depthwise(
+    value: Pieces, params: Mapping[str, Any], operands: Sequence[Any]
+) -> list[Any] | None:
+    """A convolution that treats every channel by itself, as the one before a state space does."""
+    numbers, kernel = params["dimension_numbers"], operands[1]
+    is_depthwise = params["feature_group_count"] == value.size == kernel.shape[numbers.rhs_spec[0]]
+    if isinstance(kernel, Pieces) or value.dim != numbers.lhs_spec[1] or not is_depthwise:
+        return None
+
+    def convolve(part: Any, start: int, stop: int) -> Any:
+        own = jax.lax.slice_in_dim(kernel, start, stop, axis=numbers.rhs_spec[0])
+        return jax.lax.conv_general_dilated_p.bind(
+            part, own, **{**params, "feature_group_count": stop - start}
+        )
+
+    return [_each(value, convolve)]
 
 
 def _elementwise(
@@ -141,10 +185,23 @@ def _elementwise(
     return [Pieces(tuple(parts), value.dim, value.cuts)]
 
 
+def _between(value: Pieces, start: int, stop: int) -> Any:
+    """The pieces from `start` to `stop`: one, several, or None if these are no cuts."""
+    inside = [n for n, (a, b) in enumerate(value.cuts) if start <= a and b <= stop]
+    if sum(value.cuts[n][1] - value.cuts[n][0] for n in inside) != stop - start:
+        return None
+    if len(inside) == 1:
+        return value.parts[inside[0]]
+    cuts = tuple((value.cuts[n][0] - start, value.cuts[n][1] - start) for n in inside)
+    return Pieces(tuple(value.parts[n] for n in inside), value.dim, cuts)
+
+
 def _split(value: Pieces, params: Mapping[str, Any]) -> list[Any] | None:
-    sizes = [stop - start for start, stop in value.cuts]
-    at_cuts = params["axis"] == value.dim and list(params["sizes"]) == sizes
-    return list(value.parts) if at_cuts else None
+    if params["axis"] != value.dim:
+        return None
+    stops = list(itertools.accumulate(map(int, params["sizes"])))
+    taken = [_between(value, a, b) for a, b in itertools.pairwise([0, *stops])]
+    return None if any(part is None for part in taken) else taken
 
 
 def _unstack(value: Pieces, params: Mapping[str, Any]) -> list[Any] | None:
@@ -155,10 +212,19 @@ def _unstack(value: Pieces, params: Mapping[str, Any]) -> list[Any] | None:
 
 def _slice(value: Pieces, params: Mapping[str, Any]) -> list[Any] | None:
     starts, stops = list(params["start_indices"]), list(params["limit_indices"])
-    cut = (starts.pop(value.dim), stops.pop(value.dim))
-    others = [n for d, n in enumerate(value.parts[0].shape) if d != value.dim]
-    whole = not any(starts) and stops == others and set(params["strides"] or ()) <= {1}
-    return [value.parts[value.cuts.index(cut)]] if whole and cut in value.cuts else None
+    steps = list(params["strides"] or (1,) * len(starts))
+    if steps[value.dim] != 1:
+        return None
+    found = _between(value, starts[value.dim], stops[value.dim])
+    if found is None:
+        return None
+    parts: list[Any] = []
+    for part in found.parts if isinstance(found, Pieces) else [found]:
+        starts[value.dim], stops[value.dim] = 0, part.shape[value.dim]
+        parts.append(jax.lax.slice(part, starts, stops, steps))
+    if isinstance(found, Pieces):
+        return [dataclasses.replace(found, parts=tuple(parts))]
+    return parts
 
 
 def _reshape(value: Pieces, params: Mapping[str, Any]) -> list[Any] | None:

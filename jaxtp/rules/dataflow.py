@@ -64,7 +64,8 @@ def finding_votes(analysis: Analysis) -> Iterator[Vote]:
         placements: tuple[Placement | None, ...] = ()
         fused = None
         if finding.pieces and finding.dim is not None and finding.use:
-            fused = Fused(finding.dim, finding.units, finding.use)
+            kept = sum(stop - start for start, stop in finding.replicated)
+            fused = Fused(finding.dim, finding.units, finding.use, kept)
         elif finding.pieces:
             reason += "; replicated, since contiguous shards would mix the pieces"
         elif finding.dim is not None:

@@ -84,19 +84,21 @@ def _ways(
     """
     shape, use, size = decision.shape, fused.use, mesh.ways(axes)
     share = decision.num_bytes // size
+    # What every device needs all of is gathered, and its gradient summed and scattered.
+    kept = use.weight_bytes * fused.replicated / shape[fused.dim]
+    dealt = use.weight_bytes - kept
 
     def on(dim: int) -> Spec:
         return tuple(axes if d == dim else () for d in range(len(shape)))
 
-    yield Way(
-        "replicated", on(-1), wire_bytes("all-gather", use.weight_bytes, size), decision.num_bytes
-    )
+    yield Way("replicated", on(-1), wire_bytes("all-gather", dealt, size), decision.num_bytes)
     inputs = [dim for dim in use.inputs if shape[dim] % size == 0]
     if inputs:
         dim = max(inputs, key=shape.__getitem__)
-        wire = 2 * wire_bytes("all-to-all", use.weight_bytes / size, size)
+        wire = 2 * wire_bytes("all-to-all", dealt / size, size)
+        wire += 2 * wire_bytes("all-gather", kept, size)
         yield Way(f"on dim {dim}", on(dim), wire, share)
-    if use.rows:
+    if use.rows and not kept:
         batch, *others = use.rows
         replicas = mesh.ways(mesh.batch)
         result = use.result_bytes / replicas

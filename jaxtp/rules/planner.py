@@ -97,7 +97,7 @@ def make_plan(
     decisions = fsdp.spread(claims, decisions, shape, zero)
     notes = (
         *annotations.unknown_names(leaves, shape),
-        *resolve.disagreements(claims),
+        *resolve.disagreements(claims, decisions, shape),
         *review.review(decisions, shape, mesh, strict=strict, budget=replicated_budget),
     )
     return Plan(

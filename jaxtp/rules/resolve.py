@@ -1,12 +1,15 @@
 """Votes -> one claim per parameter."""
 
 import dataclasses
+import itertools
 import math
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
 from jaxtp.errors import ConflictingDecisions, JaxtpWarning, Problems
+from jaxtp.mesh.axes import MeshShape
+from jaxtp.plan.decisions import ParamDecision
 from jaxtp.plan.trees import Param
 from jaxtp.rules.roles import Placement, Role, Source, Vote
 
@@ -78,13 +81,17 @@ def _stacked(ranked: list[Vote]) -> tuple[int, ...]:
 
 
 def agree(a: Vote, b: Vote) -> bool:
-    """Whether two votes want the same dims on the tensor axis."""
-    return a.spec == b.spec and _dims(a) == _dims(b)
+    """Whether two votes want the same dim on the tensor axis.
+
+    Choices are compared, not lists of them: what to take where the first does not divide is known
+    to one source and not to another, and not knowing it is no opinion.
+    """
+    return a.spec == b.spec and _choice(a) == _choice(b)
 
 
-def _dims(vote: Vote) -> list[int | None]:
-    dims = [p and p.dim for p in vote.placements]
-    return dims if any(d is not None for d in dims) else []
+def _choice(vote: Vote) -> int | None:
+    """The dim that a vote would split, if it divides; None to replicate the parameter."""
+    return next((placement and placement.dim for placement in vote.placements), None)
 
 
 def _refined(winner: Vote, other: Vote) -> Vote:
@@ -93,7 +100,8 @@ def _refined(winner: Vote, other: Vote) -> Vote:
     if winner.group or not agree(winner, other):
         return winner
     role = other.role if winner.role is Role.GIVEN else winner.role
-    placements = tuple(map(_finer, winner.placements, other.placements))
+    pairs = itertools.zip_longest(winner.placements, other.placements)
+    placements = tuple(_finer(*pair) for pair in pairs)[: len(winner.placements)]
     return dataclasses.replace(winner, role=role, placements=placements, group=other.group)
 
 
@@ -104,15 +112,21 @@ def _finer(mine: Placement | None, theirs: Placement | None) -> Placement | None
     return theirs if math.prod(theirs.units) < math.prod(mine.units) else mine
 
 
-def disagreements(claims: Iterable[Claim]) -> list[str]:
+def disagreements(
+    claims: Iterable[Claim], decisions: Iterable[ParamDecision], mesh: MeshShape
+) -> list[str]:
     """Where the dataflow overruled the names: one sentence a parameter, with both reasons.
+
+    Not where the dim that was split in the end is the one that the names chose as well: experts
+    that do not divide are split inside, which is what their names may have said at once.
 
     Warns once for all of them: names that lie are worth a look, though the plan is right.
     """
     found = [
         f"{claim.param.path}: dataflow overrules names ({'; '.join(claim.reasons)})"
-        for claim in claims
-        if claim.vote.source is Source.DATAFLOW and claim.overruled
+        for claim, decision in zip(claims, decisions, strict=True)
+        if claim.vote.source is Source.DATAFLOW
+        and any(_choice(vote) != decision.dim_on(mesh.tp) for vote in claim.overruled)
     ]
     if found:
         more = f" (and {len(found) - 1} more in plan.notes)" if len(found) > 1 else ""

@@ -100,11 +100,13 @@ class Fused:
         dim: Which dim of the array.
         units: Indivisible pieces of each projection, as in `Placement`.
         use: The products by them.
+        replicated: Elements of the dim, in pieces that every device needs all of.
     """
 
     dim: int
     units: tuple[int, ...]
     use: Use
+    replicated: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -36,6 +36,7 @@ class DimClass:
         units: As in `Option`: what may be separated, major to minor.
         classes: As in `Option`.
         pieces: As in `Option`.
+        replicated: As in `Option`.
     """
 
     kind: str
@@ -43,6 +44,7 @@ class DimClass:
     units: tuple[int, ...] = ()
     classes: tuple[int, ...] = ()
     pieces: tuple[tuple[int, int], ...] = ()
+    replicated: tuple[tuple[int, int], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -122,9 +124,12 @@ class Analysis:
         regions, evidence = self._regions, self._regions.evidence
         parts = regions.parts(dim)
         option = regions.option(0, parts)
-        if option and all(part.lead[0] in regions.split for part in parts):
-            group = regions.split[parts[0].lead[0]].name
-            return DimClass("region", group, option.units, option.classes, option.pieces)
+        leads = [part.lead[0] for part in parts if part.lead]
+        if option and all(lead in regions.split for lead in leads):
+            group = regions.split[leads[0]].name
+            return DimClass(
+                "region", group, option.units, option.classes, option.pieces, option.replicated
+            )
         atoms = resolve(dim)
         if atoms and atoms[0] in evidence.streams:
             known = evidence.known.get(atoms[0])

@@ -116,6 +116,12 @@ class Evidence:
             self._writes[id(fact)] = not self.streams.isdisjoint(classes_in(fact.free))
         return self._writes[id(fact)]
 
+    def puts_out(self, path: str, dim: Dim) -> bool:
+        """Whether products by a parameter have its dim, or a piece of it, among their outputs."""
+        classes = set(classes_in((dim,)))
+        products = (use for use in self.uses[path] if isinstance(use, Contraction))
+        return any(not classes.isdisjoint(classes_in(use.free)) for use in products)
+
     def routes(self, path: str) -> bool:
         """Whether a parameter is a router or its bias: it gives scores of experts, not work."""
         products = [use for use in self.uses[path] if isinstance(use, Contraction)]

@@ -178,12 +178,14 @@ class Option:
             must not be split here as if it were major.
         pieces: (start, stop) cuts, in elements, of a dim that holds several projections one after
             another; empty for a plain dim. Each piece is split by `units`.
+        replicated: Those of the pieces that every device needs all of (Mamba's B and C).
     """
 
     dim: int
     units: tuple[int, ...]
     classes: tuple[int, ...]
     pieces: tuple[tuple[int, int], ...] = ()
+    replicated: tuple[tuple[int, int], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -217,6 +219,7 @@ class Finding:
         units: See `Option`.
         classes: See `Option`.
         pieces: See `Option`.
+        replicated: See `Option`.
         use: For pieces that products put out: what taking them apart costs.
         group: Id of the group that is decided together; "" when replicated.
         alternatives: What to take, in this order, if the group's units do not divide: for a stack
@@ -235,6 +238,7 @@ class Finding:
     units: tuple[int, ...] = ()
     classes: tuple[int, ...] = ()
     pieces: tuple[tuple[int, int], ...] = ()
+    replicated: tuple[tuple[int, int], ...] = ()
     use: Use | None = None
     group: str = ""
     alternatives: tuple[Option, ...] = ()

@@ -114,7 +114,8 @@ class Regions:
         for path, dims in evidence.params.items():
             for axis, dim in enumerate(() if evidence.routes(path) else dims):
                 parts = self.parts(dim)
-                if option := self.option(axis, parts):
+                option = self.option(axis, parts)
+                if option and (not option.replicated or evidence.puts_out(path, dim)):
                     found.append((path, option, [atom for part in parts for atom in part.lead]))
         leader = _leaders([classes for *_, classes in found], number)
         members: dict[Atom, list[Atom]] = {}
@@ -137,15 +138,20 @@ class Regions:
         return regions
 
     def option(self, axis: int, parts: list[Part]) -> Option | None:
-        """How a dim of some parts is split; None if one part is not, or not alike.
+        """How a dim of some parts is split; None if too few of its parts are, or not alike.
 
-        Units are the leading classes that all parts share, or else a common divisor.
+        Units are the leading classes that all split parts share, or else a common divisor. Parts
+        that are not split stay on every device, if they are the smaller share: z | x | B C | dt
+        with narrow B and C.
 
         Experts that are routed by group are still single experts: their factors are one unit.
         """
-        if not all(part.lead for part in parts):
+        whole = [part for part in parts if not part.lead]
+        parts_split = [part for part in parts if part.lead]
+        total, kept = (sum(p.stop - p.start for p in some) for some in (parts, whole))
+        if 2 * kept >= total:
             return None
-        leads = zip(*(part.lead for part in parts), strict=False)
+        leads = zip(*(part.lead for part in parts_split), strict=False)
         shared = [column[0] for column in itertools.takewhile(lambda c: len(set(c)) == 1, leads)]
         units: list[Dim] = []
         for atom in shared:
@@ -153,7 +159,7 @@ class Regions:
                 units[-1] += (atom,)
             else:
                 units.append((atom,))
-        divisor = math.gcd(*(part.lead[0].size for part in parts))
+        divisor = math.gcd(*(part.lead[0].size for part in parts_split))
         if divisor == 1:
             return None
         return Option(
@@ -161,6 +167,7 @@ class Regions:
             units=tuple(map(dim_size, units)) or (divisor,),
             classes=tuple(self.number[unit[0]] for unit in units),
             pieces=tuple((part.start, part.stop) for part in parts) if len(parts) > 1 else (),
+            replicated=tuple((part.start, part.stop) for part in whole),
         )
 
 

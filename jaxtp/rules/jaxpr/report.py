@@ -59,6 +59,7 @@ class Reporter:
             units=option.units,
             classes=option.classes,
             pieces=option.pieces,
+            replicated=option.replicated,
             use=self._use(path, option) if option.pieces else None,
             group=region.name,
             alternatives=() if spare is None else (spare,),
@@ -93,6 +94,9 @@ class Reporter:
         if option.pieces:
             cuts = join(f"{start}:{stop}" for start, stop in option.pieces)
             said.append(f"dim {option.dim} has the pieces {cuts}, each sharded by itself")
+            if option.replicated:
+                kept = join(f"{start}:{stop}" for start, stop in option.replicated)
+                said.append(f"except {kept}, which every device needs all of")
         elif len(atoms := resolve(dim)) > 1:
             factors = " x ".join(str(atom.size) for atom in atoms)
             units = " x ".join(map(str, option.units))
