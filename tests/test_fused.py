@@ -229,3 +229,51 @@ def test_the_gpu_program_moves_the_floor_and_what_the_reason_says(take, tokens):
     assert report.flops_per_device == pytest.approx(best.flops_per_device, rel=0.01)
     # Attention and MLP, forward and backward, but for the gradient of x, which nobody asks for.
     assert best.wire_bytes == pytest.approx(3 * 2 * 7 / 8 * rows * width * 2, rel=0.01)
+
+
+SPLIT, STATE = 16, 4
+
+
+def mixer(p, u):
+    """Mamba-2's mixer: z, x | B | C behind a convolution, dt; heads share B and C."""
+    inner = p["last"].shape[0]
+    z, xbc, dt = jnp.split(u @ p["first"], [inner, 2 * inner + 2 * STATE], -1)
+    xbc = jax.nn.silu(
+        jax.lax.conv_general_dilated(
+            xbc,
+            p["conv"],
+            (1,),
+            [(3, 0)],
+            dimension_numbers=("NWC", "WIO", "NWC"),
+            feature_group_count=xbc.shape[-1],
+        )
+    )
+    x, b, c = jnp.split(xbc, [inner, inner + STATE], -1)
+    x = x.reshape(*x.shape[:2], dt.shape[-1], -1)
+    w = jnp.einsum("bln,bsn->bls", c, b)[..., None] * jax.nn.softplus(dt)[:, None]
+    y = jnp.einsum("blsh,bshp->blhp", w, x)
+    return u + (y.reshape(z.shape) * jax.nn.silu(z)) @ p["last"]
+
+
+def test_a_piece_that_every_device_needs_is_replicated_beside_split_ones():
+    width, inner, heads = 16, 32, 8
+    sizes = {
+        "first": (width, 2 * inner + 2 * STATE + heads),
+        "conv": (4, 1, inner + 2 * STATE),
+        "last": (inner, width),
+    }
+    keys = jax.random.split(jax.random.key(0), 4)
+    params = {n: jax.random.normal(k, sizes[n]) / 4 for n, k in zip(sizes, keys, strict=False)}
+    u = jax.random.normal(keys[3], (4, 6, width))
+    mesh = jaxtp.make_mesh(tp=8)
+    plan = jaxtp.make_plan(params, mesh, fn=mixer, inputs=(u,))
+    assert plan["first"].partition_spec == ON_INPUT
+    assert plan["last"].partition_spec == P("tp")
+    fn = parallelize(mixer, plan, mesh)
+    placed = jaxtp.shard(params, mesh, plan=plan)
+    got = jax.jit(jax.value_and_grad(lambda p, u: (fn(p, u) ** 2).mean()))(placed, u)
+    want = jax.value_and_grad(lambda p, u: (mixer(p, u) ** 2).mean())(params, u)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+    # The pieces are never put together again: nothing is concatenated but its own gradient.
+    assert "concatenate[" not in str(jax.make_jaxpr(fn)(params, u))

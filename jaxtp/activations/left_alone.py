@@ -9,7 +9,7 @@ from jaxtp.plan.decisions import Plan
 from jaxtp.rules.jaxpr import Analysis, DimClass
 from jaxtp.rules.jaxpr.walk import Scope
 
-PRODUCTS = frozenset(["dot_general", "ragged_dot", "ragged_dot_general"])
+PRODUCTS = frozenset(["dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated"])
 """Primitives whose results are constrained."""
 
 

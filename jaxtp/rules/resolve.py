@@ -135,8 +135,12 @@ def disagreements(
 
 
 def _overrules(winner: Vote, vote: Vote) -> bool:
-    """Whether a weaker vote with an opinion of its own wanted something else."""
-    guess = vote.role is Role.UNKNOWN or (vote.role is Role.FUSED and not vote.placements)
+    """Whether a weaker vote with an opinion of its own wanted something else.
+
+    That an array is a norm's or a convolution's says nothing of what it normalises or connects.
+    """
+    unread = (Role.FUSED, Role.NORM, Role.CONV)
+    guess = vote.role is Role.UNKNOWN or (vote.role in unread and not vote.placements)
     return vote.source < winner.source and not guess and not agree(vote, winner)
 
 

@@ -129,10 +129,11 @@ def ragged_dot_general(walk: Walk, equation: Any, inputs: Sequence[Value]) -> li
 
 
 def convolution(walk: Walk, equation: Any, inputs: Sequence[Value]) -> list[Result]:
-    """Features unify with the kernel's; spatial dims pass where the window is 1.
+    """A product by channels: a kernel sums over its inputs and produces its outputs.
 
-    A depthwise convolution is elementwise in its channels. A window of 1 without stride is a
-    product. Any other convolution needs all of its features.
+    What it sums over positions as well changes nothing for channels. Positions pass where the
+    window is 1 and its stride is 1. A depthwise convolution is elementwise in its channels; one
+    of wider groups needs the channels of a group in one place, and its groups may be split.
     """
     params, (image, kernel) = equation.params, inputs
     numbers, groups = params["dimension_numbers"], params["feature_group_count"]
@@ -154,7 +155,7 @@ def convolution(walk: Walk, equation: Any, inputs: Sequence[Value]) -> list[Resu
         dims[target] = image.dims[source] if same else walk.classes.fresh(aval.shape[target])
     dims[numbers.out_spec[0]] = image.dims[batch]
     dims[numbers.out_spec[1]] = kernel.dims[out]
-    if all(plain):
+    if groups == 1 or all(plain):
         free = ((image.dims[batch], *_pick(image.dims, space)), (result,))
         return [multiply(walk, equation, inputs, (features,), free, (group_out,), tuple(dims))]
     walk.facts += [Whole(dim, "conv", equation, kernel.path) for dim in (features, result) if dim]

@@ -27,6 +27,15 @@ SAME_INDEX = frozenset(
 )
 
 
+# Elementwise functions between two kernels that make a branch more than a product of matrices.
+BENT = frozenset(
+    [
+        *("max", "min", "abs", "square", "integer_pow", "pow", "sqrt", "rsqrt", "cbrt"),
+        *("exp", "exp2", "expm1", "log", "log1p", "logistic", "tanh", "erf", "erfc", "sin", "cos"),
+    ]
+)
+
+
 # How many residual sums a search goes back through. A branch holds few; a search that meets more
 # has left its block, and giving up keeps the work linear in the number of blocks.
 MAX_INNER_SUMS = 4
@@ -41,6 +50,7 @@ def elementwise(walk: Walk, equation: Any, inputs: Sequence[Value]) -> list[Resu
             pairs = zip(dims, value.dims, strict=True)
             dims = tuple(walk.classes.meet(one, two) for one, two in pairs)
     result = walk.derive(aval, dims, inputs, elementwise=True, same_index=name in SAME_INDEX)
+    result.bent = name in BENT
     if name == "eq":
         _compare(walk, equation, result, inputs)
     if name in ("add", "sub") and len(inputs) == 2:
@@ -69,7 +79,10 @@ def _sum(walk: Walk, equation: Any, result: Value, sides: Sequence[Value]) -> No
     if len(result.parents) == 2:
         result.product = sides[0].product or sides[1].product
         for near, far in (result.parents, result.parents[::-1]):
-            inside = _branch(far, _origins(near, result.shape))
+            origins = _origins(near, result.shape)
+            inside = _branch(far, origins)
+            if inside is None:
+                inside = _branch(far, _projected(origins), bent=True)
             if inside is not None:
                 result.skip = near
                 walk.facts.append(Residual(result.dims, inside, equation))
@@ -90,32 +103,58 @@ def _origins(value: Value, shape: tuple[int, ...]) -> set[Value]:
     return found
 
 
-def _branch(end: Value, origins: set[Value]) -> tuple[Dims, ...] | None:
+def _projected(origins: set[Value]) -> set[Value]:
+    """What some values are one kernel away from: the stream before it changed its width.
+
+    A convolutional network's shortcut has a kernel of its own wherever channels or positions
+    change. Pooling on the way counts as a view.
+    """
+    found: set[Value] = set()
+    for made in origins:
+        for value in made.parents if made.kernel else ():
+            while value not in found:
+                found |= _origins(value, value.shape)
+                if len(value.parents) == 1 and not value.kernel:
+                    (value,) = value.parents
+    return found
+
+
+def _branch(end: Value, origins: set[Value], *, bent: bool = False) -> tuple[Dims, ...] | None:
     """Whether `end` was computed from one of `origins` through at least one kernel.
 
     That makes the sum of the two residual; GELU's x + c x^3 and the rotary sum have no kernel in
     between. The search goes back along the stream at earlier sums, never into their branches: a
     mask added to the scores of every layer is no residual although later scores depend on it.
 
+    Args:
+        end: The branch's end.
+        origins: What the other side of the sum is.
+        bent: Whether two kernels are asked for, and something between them that is no line: where
+            the other side has a kernel too, x W + x A B (an adapter) is one larger kernel.
+
     Returns:
         The dims of the residual sums inside the branch, or None.
     """
     oldest = min((origin.order for origin in origins), default=end.order)
-    inside, seen, found = list[Dims](), set[tuple[Value, bool]](), False
-    pending = [(end, False, 0)]
+    inside, seen, found = list[Dims](), set[tuple[Value, int]](), False
+    # How far the way back has come: nothing, a kernel, a bend before it, a kernel before that.
+    enough = 3 if bent else 1
+    pending = [(end, 0, 0)]
     while pending:
-        value, through_kernel, sums = pending.pop()
-        if (value, through_kernel) in seen or value.order < oldest or sums > MAX_INNER_SUMS:
+        value, way, sums = pending.pop()
+        if (value, way) in seen or value.order < oldest or sums > MAX_INNER_SUMS:
             continue
-        seen.add((value, through_kernel))
+        seen.add((value, way))
         if value in origins:
-            found |= through_kernel
+            found |= way >= enough
             continue
         before = value.parents
         if value.skip is not None:
             inside.append(value.dims)
             before, sums = (value.skip,), sums + 1
-        pending.extend((parent, through_kernel or value.kernel, sums) for parent in before)
+        if (value.kernel and way in (0, 2)) or (value.bent and way == 1):
+            way += 1
+        pending.extend((parent, way, sums) for parent in before)
     return tuple(inside) if found else None
 
 

@@ -175,6 +175,8 @@ class Evidence:
         match fact:
             case Contraction():
                 produced, contracted = classes_in(fact.free), classes_in(fact.summed)
+                if fact.equation.primitive.name == "conv_general_dilated":
+                    self.convolved.add(fact.path)
                 for atom in contracted:
                     self._note(atom).contracted.append(fact)
                 for atom in produced:

@@ -130,12 +130,23 @@ class Regions:
             kinds = {evidence.kind(atom) for atom in classes}
             kind = next(k for k in (EXPERT, VOCAB, INNER) if k in kinds)
             own = options[first]
+            if kind == INNER and not self._is_summed(classes, own):
+                continue
             size = sum(dim_size(sum(evidence.params[path], ())) for path in own)
             gathered = any(evidence.of(atom).ragged for atom in classes)
             weight = 0 if gathered else size * 2 if kind == EXPERT else size
             name = f"{kind}{len(regions)}"
             regions.append(Region(name, kind, classes, own, weight, gathered))
         return regions
+
+    def _is_summed(self, classes: list[Atom], options: Mapping[str, Option]) -> bool:
+        """Whether a parameter that would be split sums over the classes, or a computed weight does.
+
+        Columns without a row split what is gathered at once: the upsampled half of a concatenation
+        that one kernel takes whole.
+        """
+        facts = [fact for atom in classes for fact in self.evidence.of(atom).contracted]
+        return any(not fact.path or fact.path in options for fact in facts)
 
     def option(self, axis: int, parts: list[Part]) -> Option | None:
         """How a dim of some parts is split; None if too few of its parts are, or not alike.

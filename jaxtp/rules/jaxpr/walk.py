@@ -54,6 +54,8 @@ class Value:
         kernel: Whether it is the result of a product or convolution with a weight.
         parents: The activations it was computed from.
         elementwise: Whether it was computed from its parents position by position.
+        bent: Whether an elementwise function that is no line made it: an activation function, a
+            root, an exponential.
         skip: For a sum on the residual stream, the operand that is not the branch.
         scores: Whether it comes from a product of activations without a kernel in between.
         index: What it picks from, if it holds integers.
@@ -69,6 +71,7 @@ class Value:
     kernel: bool = False
     parents: tuple["Value", ...] = dataclasses.field(default=(), repr=False)
     elementwise: bool = False
+    bent: bool = False
     skip: "Value | None" = dataclasses.field(default=None, repr=False)
     scores: bool = False
     index: Index | None = None
