@@ -1,6 +1,7 @@
 """Fused, stacked and unusual projections with expert findings; see `jaxpr_models`."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -111,7 +112,7 @@ def fused_grouped(s: Sizes) -> Case:
 
 @model
 def fused_multi_query(s: Sizes) -> Case:
-    """Falcon-7B: [query heads | k | v] with one kv head has no safe cut; `o` goes by head."""
+    """Falcon-7B, [query heads | k | v]: query heads are split, the one k and v are for all."""
 
     def take(p, x):
         parts = heads(x @ p["qkv"], s.heads + 2)
@@ -120,9 +121,9 @@ def fused_multi_query(s: Sizes) -> Case:
             jnp.broadcast_to(a, (*a.shape[:2], s.heads, s.head)) for a in (k, v)
         )
 
-    case = fused(s, take, f32(s.width, (s.heads + 2) * s.head), ())
-    del case.expected["qkv"]
-    return case
+    edges = (0, s.heads * s.head, (s.heads + 1) * s.head, (s.heads + 2) * s.head)
+    cuts = tuple(itertools.pairwise(edges))
+    return fused(s, take, f32(s.width, edges[-1]), (1, (s.heads,), cuts))
 
 
 @model

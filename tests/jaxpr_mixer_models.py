@@ -70,7 +70,7 @@ def mixer(s: Sizes) -> Case:
 
 @model
 def convolutions(s: Sizes) -> Case:
-    """F10: convolutions and a classifier of ten: nothing to split."""
+    """A bottleneck block and a classifier of ten: the last pair of kernels is column and row."""
 
     def conv(x, kernel, stride=1):
         return jax.lax.conv_general_dilated(
@@ -92,7 +92,94 @@ def convolutions(s: Sizes) -> Case:
         "head": f32(s.width, 10),
         "bias": f32(10),
     }
-    return Case(fn, params, (f32(s.batch, 16, 16, 3),), {})
+    expected = {"middle": (3, (s.ffn,)), "wide": (2, (s.ffn,))}
+    return Case(fn, params, (f32(s.batch, 16, 16, 3),), expected)
+
+
+@model
+def diffusion_block(s: Sizes) -> Case:
+    """Two convolutions, group norms and a projection of the time; the shortcut has a kernel too."""
+
+    def conv(x, kernel):
+        return jax.lax.conv_general_dilated(
+            x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+
+    def group_norm(x, p, groups=8):
+        y = x.reshape(*x.shape[:-1], groups, -1)
+        y = y - y.mean((1, 2, 4), keepdims=True)
+        y = y * jax.lax.rsqrt((y * y).mean((1, 2, 4), keepdims=True) + 1e-6)
+        return y.reshape(x.shape) * p["scale"] + p["bias"]
+
+    def block(p, x, t):
+        h = conv(jax.nn.silu(group_norm(x, p["n1"])), p["c1"])
+        h = h + (jax.nn.silu(t) @ p["time"])[:, None, None]
+        h = conv(jax.nn.silu(group_norm(h, p["n2"])), p["c2"])
+        return h + (conv(x, p["shortcut"]) if "shortcut" in p else x)
+
+    def fn(p, x, t):
+        return block(p["same"], block(p["wider"], x, t), t)
+
+    def norm(c):
+        return {"scale": f32(c), "bias": f32(c)}
+
+    def params(a, b):
+        return {
+            "n1": norm(a),
+            "c1": f32(3, 3, a, b),
+            "time": f32(s.width, b),
+            "n2": norm(b),
+            "c2": f32(3, 3, b, b),
+        }
+
+    a, b, units = 32, 48, (8, 6)
+    wider = params(a, b) | {"shortcut": f32(1, 1, a, b)}
+    dims = {"c1": 3, "time": 1, "n2/scale": 0, "n2/bias": 0, "c2": 2}
+    expected = {f"{at}/{n}": (d, units) for at in ("wider", "same") for n, d in dims.items()}
+    image = f32(s.batch, 16, 16, a)
+    return Case(
+        fn, {"wider": wider, "same": params(b, b)}, (image, f32(s.batch, s.width)), expected
+    )
+
+
+@model
+def gated_attention_unit(s: Sizes) -> Case:
+    """One narrow matrix of scores for all channels: channels are split, scores are not."""
+
+    def fn(p, x):
+        u, v, z = (jax.nn.silu(x @ p[name]) for name in ("gate", "value", "base"))
+        q, k = z * p["turn"], z + p["shift"]
+        scores = jax.nn.relu(jnp.einsum("bqs,bks->bqk", q, k)) ** 2
+        return x + (u * jnp.einsum("bqk,bke->bqe", scores, v)) @ p["out"]
+
+    params = {
+        "gate": f32(s.width, s.ffn),
+        "value": f32(s.width, s.ffn),
+        "base": f32(s.width, s.head),
+        "turn": f32(s.head),
+        "shift": f32(s.head),
+        "out": f32(s.ffn, s.width),
+    }
+    split = {"gate": (1, (s.ffn,)), "value": (1, (s.ffn,)), "out": (0, (s.ffn,))}
+    return Case(fn, params, (stream(s),), split)
+
+
+@model
+def scaled_by_einsum(s: Sizes) -> Case:
+    """A number for each position, multiplied in by `einsum`: it sums nothing and mixes nothing."""
+
+    def fn(p, x):
+        g = jax.nn.sigmoid(x @ p["gate"])[..., 0]
+        h = jnp.einsum("bt,btf->btf", g, jax.nn.gelu(x @ p["up"]))
+        return x + jnp.einsum("bt,btf,fd,d->btd", g, h, p["down"], p["scale"])
+
+    params = {
+        "gate": f32(s.width, 1),
+        "up": f32(s.width, s.ffn),
+        "down": f32(s.ffn, s.width),
+        "scale": f32(s.width),
+    }
+    return Case(fn, params, (stream(s),), {"up": (1, (s.ffn,)), "down": (0, (s.ffn,))})
 
 
 def selective_scan(u, dt, a, b, c):

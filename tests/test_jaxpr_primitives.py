@@ -42,7 +42,9 @@ def check_legal(analysis, shapes):
         pieces = finding.pieces or ((0, size),)
         assert [start for start, _ in pieces] == [0, *(stop for _, stop in pieces[:-1])]
         assert pieces[-1][1] == size
-        assert all((stop - start) % math.prod(finding.units) == 0 for start, stop in pieces)
+        dealt = [stop - start for start, stop in pieces if (start, stop) not in finding.replicated]
+        assert all(part % math.prod(finding.units) == 0 for part in dealt)
+        assert 2 * sum(dealt) > size
 
 
 def program(op, width=N):

@@ -112,10 +112,10 @@ def _projected(origins: set[Value]) -> set[Value]:
     found: set[Value] = set()
     for made in origins:
         for value in made.parents if made.kernel else ():
-            while value not in found:
+            found |= _origins(value, value.shape)
+            while len(value.parents) == 1 and not value.kernel:
+                (value,) = value.parents
                 found |= _origins(value, value.shape)
-                if len(value.parents) == 1 and not value.kernel:
-                    (value,) = value.parents
     return found
 
 
