@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests")]
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 import bench_kinds
 
 pytestmark = [
