@@ -12,12 +12,12 @@ from jax.sharding import Mesh
 
 from jaxtp.errors import ParityFailed
 from jaxtp.mesh.axes import MeshShape
-from jaxtp.mesh.build import auto_context, auto_mesh, make_mesh
+from jaxtp.mesh.build import auto_context, auto_mesh, check_devices, make_mesh
 from jaxtp.placement.arrays import shard, shard_batch, unshard
 from jaxtp.plan.decisions import Plan
 from jaxtp.plan.stored_form import Padding, unpad
 from jaxtp.plan.trees import PyTree, as_pytree, leaves, map_with_path
-from jaxtp.rules.dataflow import forward
+from jaxtp.rules.dataflow import check_inputs, forward
 from jaxtp.rules.planner import make_plan
 
 Layers = tuple[tuple[str, Padding], ...]
@@ -107,6 +107,8 @@ def verify(
         JaxtpError: whatever `make_plan` and `shard` raise.
     """
     # Whatever mesh they lie on: on the host all meshes below, and the one device, can take them.
+    check_inputs(inputs)
+    check_devices(mesh)
     plain, rebuild = as_pytree(unshard(params))
     call = forward(fn, params)
     names = options.get("axis_names")
@@ -129,6 +131,7 @@ def verify(
     with auto_context(), jax.default_matmul_precision("highest"):
         shapes = jax.eval_shape(lambda tree: call(rebuild(tree), *inputs), plain)
         want = jax.device_get(jitted((), plain, *inputs))
+        _check_finite(want)
         traced = jax.make_jaxpr(run, static_argnums=0)((), plain, *inputs)
         allowed = _coarsest(traced.jaxpr) ** 0.5
         for wide in _meshes(mesh, names):
@@ -145,6 +148,18 @@ def verify(
     result = Verification(tuple(rows))
     show(str(result))
     return result
+
+
+def _check_finite(want: Any) -> None:
+    """Refuses a function that is not finite on one device already: nothing can be compared."""
+    for kind, tree in zip(("output", "gradient"), want, strict=True):
+        for path, x in leaves(tree):
+            if jnp.issubdtype(x.dtype, jnp.inexact) and not np.all(np.isfinite(x)):
+                raise ParityFailed(
+                    "has NaN or infinity on one device already, so there is nothing to compare",
+                    where=f"{kind} {path}".strip(),
+                    fix="mend the function, or give inputs and parameters on which it is finite",
+                )
 
 
 def _layers(plan: Plan) -> Layers:

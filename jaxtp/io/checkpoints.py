@@ -6,6 +6,7 @@ for a name was complete once. Each process writes and reads what its own devices
 
 import contextlib
 import dataclasses
+import json
 import types
 import warnings
 from collections.abc import Generator, Mapping
@@ -21,6 +22,7 @@ from jaxtp.errors import BadCheckpoint, CommunicationTimeout, JaxtpError, JaxtpW
 from jaxtp.io import checkpoint_arrays, checkpoint_metadata, disk
 from jaxtp.io.checkpoint_arrays import Stored, damaged
 from jaxtp.io.fingerprint import fingerprints
+from jaxtp.mesh.axes import is_count
 from jaxtp.mesh.build import auto_context
 from jaxtp.placement.train_state import Overrides
 from jaxtp.plan.decisions import Plan
@@ -106,9 +108,11 @@ class Checkpoints:
             extra: What JSON can hold: settings, seeds, the position in the data.
 
         Raises:
-            BadCheckpoint: TP090, if there are checkpoints of this or later steps and none was
-                restored, or if this one or the one before it cannot be written.
+            BadCheckpoint: TP090, if the step is no count, `extra` is not JSON, there are
+                checkpoints of this or later steps and none was restored, or if this one or the
+                one before it cannot be written.
         """
+        _check_note(step, extra)
         found = dict(leaves(state))
         with auto_context():
             note = checkpoint_metadata.About(
@@ -277,6 +281,19 @@ def _agree(folder: Path, *, is_read: bool) -> None:
         everywhere = multihost_utils.process_allgather(np.array(is_read))
         if is_read and not np.all(everywhere):
             raise damaged(folder, "another process cannot read its part")
+
+
+def _check_note(step: Any, extra: Any) -> None:
+    """Refuses, before anything is written, what no checkpoint can have."""
+    if not is_count(step) or step < 0:
+        raise BadCheckpoint(f"step {step!r} is no count of steps", fix="0 or more, a whole number")
+    try:
+        json.dumps(extra)
+    except (TypeError, ValueError) as err:
+        raise BadCheckpoint(
+            f"extra cannot be written as JSON: {err}",
+            fix="numbers, text, lists and dicts with text as keys",
+        ) from None
 
 
 def _fingerprints(found: Mapping[str, Any]) -> dict[str, int]:

@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import numpy as np
 
@@ -269,7 +269,7 @@ def _sizes(mesh: Any) -> dict[str, int]:
     return {name: int(size) for name, size in sizes.items()}
 
 
-def is_count(value: object) -> bool:
+def is_count(value: object) -> TypeGuard[int]:
     """Whether a value is a whole number: not text, not 2.0, not True."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 

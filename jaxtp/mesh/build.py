@@ -43,6 +43,10 @@ def make_mesh(*, tp: int, devices: Sequence[Any] | None = None, **others: int) -
         IdleDevices: TP011, if devices would be left over; pass `devices=` to mean it.
     """
     sizes = _asked({Axis.TP.value: tp, **others})
+    if devices is not None and not hasattr(devices, "__len__"):
+        raise BadMesh(
+            f"devices is a {type(devices).__name__}", fix="a list: devices=jax.devices()[:8]"
+        )
     count = len(jax.devices() if devices is None else devices)
     open_axes = [a for a, n in sizes.items() if n == -1]
     if len(open_axes) > 1 or any(n < 1 and n != -1 for n in sizes.values()):

@@ -24,6 +24,7 @@ from jaxtp.errors import (
     JaxtpError,
     JaxtpWarning,
     NothingSharded,
+    PlanMismatch,
     Problems,
     ReplicatedTooMuch,
     join,
@@ -102,12 +103,27 @@ def plan_for(tree: PyTree, mesh: Any, plan: Plan | None, options: Mapping[str, A
             # One line of the stack is `shard` or `init_sharded`, the next its caller.
             warnings.warn(f"{wasteful[0]}\n  fix: {WHAT_TO_GIVE}", JaxtpWarning, stacklevel=3)
         return plan
+    check_plan(plan)
     if options:
         raise BadConfig(
             f"a plan is given, so {join(options)} would have no effect",
             fix="give these options to make_plan, or leave the plan out",
         )
     return plan
+
+
+def check_plan(plan: Any) -> None:
+    """Refuses what is no plan.
+
+    Raises:
+        PlanMismatch: TP045, for anything but a `Plan`.
+    """
+    if not isinstance(plan, Plan):
+        raise PlanMismatch(
+            f"plan is a {type(plan).__name__}",
+            where="plan",
+            fix="a plan from jaxtp.make_plan, or Plan.from_json(text)",
+        )
 
 
 def place(tree: PyTree, found: Mapping[str, Slot], mesh: Mesh | AbstractMesh) -> PyTree:
@@ -213,7 +229,7 @@ def batch_slots(batch: PyTree, shape: MeshShape) -> dict[str, Slot]:
     for path, leaf in leaves(batch):
         dims, dtype = shape_dtype(leaf, path)
         if not dims or _is_key(dims, dtype):
-            found[path] = Slot.whole(dims)
+            found[path] = Slot.replicated(dims)
             continue
         found[path] = Slot(dims, (shape.batch,) + ((),) * (len(dims) - 1))
         problems = list(check(path or "batch", found[path], shape))
@@ -226,7 +242,7 @@ def batch_slots(batch: PyTree, shape: MeshShape) -> dict[str, Slot]:
             collected.add(problem)
         collected.raise_any()
     # Beside arrays whose dim 0 is the batch, positions (1, seq) or a mask (seq, seq) are no batch.
-    return found | {path: Slot.whole(found[path].shape) for path in odd}
+    return found | {path: Slot.replicated(found[path].shape) for path in odd}
 
 
 def _is_key(dims: tuple[int, ...], dtype: str) -> bool:
@@ -248,6 +264,8 @@ def unshard(tree: PyTree, plan: Plan | None = None) -> PyTree:
     Raises:
         PlanMismatch: TP045, if `tree` and `plan` are about different parameters.
     """
+    if plan is not None:
+        check_plan(plan)
     padding = {} if plan is None else {p: slot.padding for p, slot in slots(tree, plan).items()}
 
     def fetch(path: str, leaf: Any) -> Any:

@@ -221,7 +221,7 @@ def follow(
     """
     params = _without_root(params)
     moments = params if moments is None else _without_root(moments)
-    rules = {re.compile(pattern): spec for pattern, spec in (overrides or {}).items()}
+    rules = _compiled(overrides or {})
     unused = set(rules)
     problems = Problems()
     found: dict[str, Slot] = {}
@@ -259,6 +259,24 @@ def follow(
         for problem in check(path, slot, mesh):
             problems.add(problem)
     problems.raise_any()
+    return found
+
+
+def _compiled(overrides: Overrides) -> dict[re.Pattern[str], PartitionSpec]:
+    if not isinstance(overrides, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise BadSpec(
+            f"a {type(overrides).__name__} is no mapping",
+            where="state_overrides",
+            fix='{"regular expression": PartitionSpec(...)}',
+        )
+    found: dict[re.Pattern[str], PartitionSpec] = {}
+    for pattern, spec in overrides.items():
+        try:
+            found[re.compile(pattern)] = spec
+        except (re.error, TypeError) as err:
+            raise BadSpec(
+                f"{pattern!r}: {err}", where="state_overrides", fix="a regular expression"
+            ) from None
     return found
 
 

@@ -8,7 +8,7 @@ import dataclasses
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -216,7 +216,21 @@ def canonical(spec: PartitionSpec | Iterable[Any], rank: int, where: str = "") -
     >>> canonical(PartitionSpec(None, "tp"), 3)
     ((), ('tp',), ())
     """
+    given: Any = spec
+    if not isinstance(given, Iterable) or isinstance(given, str | Mapping):
+        own = getattr(given, "spec", None)  # a NamedSharding has one
+        raise BadSpec(
+            f"a {type(given).__name__} is no PartitionSpec: {given!r:.80}",
+            where=where,
+            fix="PartitionSpec(None, 'tp')" if own is None else f"its .spec, {own}",
+        )
     entries = tuple(spec)
+    if strange := [e for e in entries if not _is_entry(e)]:
+        raise BadSpec(
+            f"the spec {spec} has the entries {strange}",
+            where=where,
+            fix="an entry is a mesh axis, a tuple of mesh axes, or None",
+        )
     if len(entries) > rank:
         raise BadSpec(
             f"spec {spec} has {len(entries)} entries for an array of {rank} dims",
@@ -232,6 +246,12 @@ def canonical(spec: PartitionSpec | Iterable[Any], rank: int, where: str = "") -
             fix="each axis at most once per array",
         )
     return dims + ((),) * (rank - len(dims))
+
+
+def _is_entry(entry: object) -> bool:
+    if isinstance(entry, tuple | list):
+        return all(isinstance(axis, str) for axis in cast("Iterable[object]", entry))
+    return entry is None or isinstance(entry, str)
 
 
 def partition_spec(spec: Spec) -> PartitionSpec:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxtp.errors import (
+    BadConfig,
     BadSpec,
     ConflictingDecisions,
     JaxtpWarning,
@@ -57,12 +58,18 @@ def override_votes(
         ConflictingDecisions: TP001, if two patterns give one parameter different specs.
         BadSpec: TP044, if a pattern is no regular expression or a spec does not suit the array.
     """
+    if not isinstance(overrides, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise BadConfig(
+            f"is a {type(overrides).__name__}",
+            where="overrides",
+            fix='a mapping: {"lm_head/kernel": PartitionSpec(None, "tp")}',
+        )
     problems = Problems()
     chosen: dict[str, tuple[str, Spec]] = {}
     for pattern, spec in overrides.items():
         try:
             matched = [p for p in params if re.search(pattern, p)]
-        except re.error as err:
+        except (re.error, TypeError) as err:
             problems.add(BadSpec(f"{pattern!r}: {err}", fix="patterns are regular expressions"))
             continue
         if not matched:

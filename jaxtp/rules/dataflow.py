@@ -1,11 +1,13 @@
 """Evidence from the model's own program: findings of `rules/jaxpr` as votes."""
 
+import contextlib
+import inspect
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from jaxtp.errors import BadTree
+from jaxtp.errors import BadTree, join
 from jaxtp.plan.trees import PyTree
 from jaxtp.rules.jaxpr import Analysis, Finding, Option, analyse
 from jaxtp.rules.roles import Fused, Placement, Role, Source, Vote
@@ -29,8 +31,47 @@ def votes(fn: Any, params: PyTree, inputs: Sequence[Any] | None) -> Iterator[Vot
     Raises:
         BadTree: TP046, if there are inputs but nothing to call.
     """
-    if fn is not None or inputs is not None:
-        yield from finding_votes(analyse(forward(fn, params), params, *(inputs or ())))
+    check_inputs(inputs)
+    if fn is None and inputs is None:
+        return
+    call = forward(fn, params)
+    if inputs is None:
+        _check_needs_no_inputs(fn)
+    yield from finding_votes(analyse(call, params, *(inputs or ())))
+
+
+def check_inputs(inputs: Any) -> None:
+    """Refuses inputs that are no sequence of arguments.
+
+    Raises:
+        BadTree: TP046, for one array, a dict or text.
+    """
+    if inputs is not None and (hasattr(inputs, "shape") or not isinstance(inputs, list | tuple)):
+        raise BadTree(
+            f"inputs is a {type(inputs).__name__}",
+            where="inputs",
+            fix="a tuple of the arguments after the parameters: inputs=(x,)",
+        )
+
+
+def _check_needs_no_inputs(fn: Any) -> None:
+    """Refuses a function of more than the parameters where there are no inputs."""
+    is_module = hasattr(fn, "apply") and hasattr(fn, "init")
+    needed: list[str] = []
+    with contextlib.suppress(TypeError, ValueError):  # some callables have no signature
+        call: Any = fn.__call__ if is_module else fn
+        needed = [
+            p.name
+            for p in inspect.signature(call).parameters.values()
+            if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        ]
+    if len(needed) > (0 if is_module else 1):
+        raise BadTree(
+            f"fn takes {join(needed)}, and no inputs are given",
+            where="inputs",
+            fix="inputs=(x,), arrays or jax.ShapeDtypeStruct, one for each argument after the "
+            "parameters",
+        )
 
 
 def forward(fn: Any, params: PyTree) -> Callable[..., Any]:
@@ -46,6 +87,12 @@ def forward(fn: Any, params: PyTree) -> Callable[..., Any]:
                 fix="pass fn=, a function of (params, *inputs), or the nnx.Module itself",
             )
         return lambda module, *args: module(*args)
+    if not callable(fn) and not hasattr(fn, "apply"):
+        raise BadTree(
+            f"fn is a {type(fn).__name__}, which cannot be called",
+            where="fn",
+            fix="a function of (params, *inputs), or a Linen module",
+        )
     if hasattr(fn, "apply") and hasattr(fn, "init"):
         wrapped = "params" in params
         return lambda tree, *args: fn.apply(tree if wrapped else {"params": tree}, *args)

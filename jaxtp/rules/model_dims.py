@@ -1,10 +1,12 @@
 """Sizes of a model: what the user or a config object says about heads, widths and vocabulary."""
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from typing import Any
 
-from jaxtp.errors import SizeMismatch
+from jaxtp.errors import BadConfig, SizeMismatch
+from jaxtp.mesh.axes import is_count
 
 # One size, and how configuration classes spell it: Hugging Face's attribute names first, then the
 # abbreviations of GPT-2 (n_*), T5 (d_*), Falcon and MPT, and those of MaxText and t5x.
@@ -63,11 +65,23 @@ class ModelDims:
             head_dim: Width of a head.
 
         Raises:
+            BadConfig: TP020, if the config is no object or dict, or a size no whole number.
             SizeMismatch: TP003, if query heads are not a multiple of kv heads, or a size is
                 negative.
         """
+        if isinstance(config, str | bytes | int | float | list | tuple | os.PathLike):
+            raise BadConfig(
+                f"is a {type(config).__name__}: {config!r:.60}",
+                where="config",
+                fix="the loaded config, not its file: an object or a dict with num_attention_heads",
+            )
         found = {field: _read(config, names) for field, names in SPELLINGS.items()}
         given = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
+        for name, value in given.items():
+            if value is not None and not is_count(value):
+                raise BadConfig(
+                    f"is {value!r}, a {type(value).__name__}", where=name, fix="a whole number"
+                )
         found.update({k: v for k, v in given.items() if v is not None})
         dims = cls(**found, insist=heads is not None)
         if dims.heads and dims.kv_heads and dims.heads % dims.kv_heads:
@@ -84,6 +98,12 @@ def _read(config: Any, names: tuple[str, ...]) -> int:
     """The first of `names` that a config has as an integer, or 0."""
     for name in names:
         value = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
-        if isinstance(value, int) and not isinstance(value, bool):
-            return value
+        if is_count(value):
+            return int(value)
+        if isinstance(value, str | float):
+            raise BadConfig(
+                f"is {value!r}, a {type(value).__name__}",
+                where=f"config.{name}",
+                fix="a whole number",
+            )
     return 0

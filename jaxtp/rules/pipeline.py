@@ -33,6 +33,12 @@ def deal(
         BadSpec: TP044, if an override puts the pp axis elsewhere.
     """
     num_stages = mesh.size_of(Axis.PP)
+    if not isinstance(stages, Stages | None):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise BadStages(
+            f"stages is a {type(stages).__name__}: {stages!r:.40}",
+            where="stages",
+            fix="jaxtp.plan.stages.Stages.even(layers, stages, micro_batches=...)",
+        )
     if stages is not None and stages.num_stages != num_stages:
         raise BadStages(
             f"layers are assigned to {stages.num_stages} stages, the mesh {mesh} has {num_stages}",

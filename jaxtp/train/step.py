@@ -16,8 +16,8 @@ from jaxtp.activations.by_name import use_plan
 from jaxtp.errors import BadMesh, BadStages, BadStep, PlanMismatch, Problems, StateNotPlaced, join
 from jaxtp.layers.stacked import runs_in_stages
 from jaxtp.mesh.axes import Axis, MeshShape
-from jaxtp.mesh.build import auto_context, auto_mesh, plan_mesh
-from jaxtp.placement.arrays import batch_slots, place, put
+from jaxtp.mesh.build import auto_context, auto_mesh, check_devices, plan_mesh
+from jaxtp.placement.arrays import batch_slots, check_plan, place, put
 from jaxtp.placement.replicas import check_agreement
 from jaxtp.placement.train_state import SMALL_BYTES
 from jaxtp.plan.decisions import Plan
@@ -70,6 +70,14 @@ def jit_step(
         NoTensorAxis: TP013, if the mesh has no tensor axis under its own or the given name.
         BadStep: TP133, if the step has no such static argument.
     """
+    if not callable(step_fn):
+        raise BadStep(
+            f"a {type(step_fn).__name__} cannot be called",
+            fix="jit_step(step_fn, state, mesh), where step_fn(state, batch) returns the new state",
+        )
+    check_devices(mesh)
+    if plan is not None:
+        check_plan(plan)
     shape = plan.mesh if plan is not None else MeshShape.of(mesh, axis_names)
     return Step(
         step_fn,
