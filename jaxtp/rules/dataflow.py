@@ -56,10 +56,11 @@ def check_inputs(inputs: Any) -> None:
 
 def _check_needs_no_inputs(fn: Any) -> None:
     """Refuses a function of more than the parameters where there are no inputs."""
-    is_module = hasattr(fn, "apply") and hasattr(fn, "init")
+    given: Any = fn
+    is_module = hasattr(given, "apply") and hasattr(given, "init")
     needed: list[str] = []
     with contextlib.suppress(TypeError, ValueError):  # some callables have no signature
-        call: Any = fn.__call__ if is_module else fn
+        call = given.__call__ if is_module else given
         needed = [
             p.name
             for p in inspect.signature(call).parameters.values()
