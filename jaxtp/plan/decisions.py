@@ -22,6 +22,9 @@ from jaxtp.plan.trees import PyTree, Spec, itemsize, map_with_path, partition_sp
 FORMAT = 1
 """Version of the JSON form; readers refuse newer ones."""
 
+POLICIES: Mapping[str, bool] = {"factor": True, "replicate": False, "error": False}
+"""Policy for units that are not divisible -> whether a group may take part of the tensor axis."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ParamDecision:
@@ -131,7 +134,7 @@ class Plan:
     def axes_for(self, units: Sequence[int]) -> tuple[str, ...]:
         """Tensor axes that an activation dim with these units is split over, as for parameters."""
         axes = self.mesh.fit(units)
-        return axes if self.policy == "factor" or axes == self.mesh.tp else ()
+        return axes if POLICIES[self.policy] or axes == self.mesh.tp else ()
 
     def specs(self) -> dict[str, PartitionSpec]:
         """PartitionSpec by path."""

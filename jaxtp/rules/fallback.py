@@ -12,13 +12,11 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from jaxtp.errors import BadConfig, HeadsNotDivisible, Problems, SizeMismatch, join
 from jaxtp.mesh.axes import MeshShape, legal_ways, splits
-from jaxtp.plan.decisions import ParamDecision
+from jaxtp.plan.decisions import POLICIES, ParamDecision
 from jaxtp.plan.stored_form import Blocks, Padding
 from jaxtp.plan.trees import Param, Spec
 from jaxtp.rules.resolve import Claim
 from jaxtp.rules.roles import Placement, Role, Source
-
-POLICIES = ("factor", "replicate", "error")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,7 +70,7 @@ def fit(
         )
     groups = _groups(claims)
     tp = mesh.tp_size
-    prefixes = _best_prefixes(groups, tp) if policy == "factor" else (tp, 1)
+    prefixes = _best_prefixes(groups, tp) if POLICIES[policy] else (tp, 1)
     choice = {id(g): _choice(g, prefixes) for g in groups}
     cut = {
         m.claim.param.path: (m, choice[id(g)], m.ways(choice[id(g)], prefixes))

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 
 from jaxtp.hardware.links import wire_bytes
 from jaxtp.mesh.axes import MeshShape
-from jaxtp.plan.decisions import ParamDecision
+from jaxtp.plan.decisions import POLICIES, ParamDecision
 from jaxtp.plan.trees import Spec
 from jaxtp.rules.fallback import price
 from jaxtp.rules.resolve import Claim
@@ -52,13 +52,13 @@ def hold(
         claims: One per parameter.
         decisions: One per claim, fused arrays replicated.
         mesh: The plan's mesh shape.
-        policy: As in `fallback.fit`; only "factor" takes less than all of the tensor axis.
+        policy: As in `fallback.fit`; some take no less than all of the tensor axis.
     """
     held: list[ParamDecision] = []
     for claim, decision in zip(claims, decisions, strict=True):
         fused = claim.vote.fused
         axes = mesh.fit(fused.units) if fused else ()
-        if fused and axes and (policy == "factor" or axes == mesh.tp):
+        if fused and axes and (POLICIES[policy] or axes == mesh.tp):
             ways = list(_ways(decision, fused, axes, mesh))
             best = min(ways, key=lambda way: (way.wire, way.held))
             reason = (
