@@ -21,7 +21,7 @@ from jaxtp.processes.startup import agree, gather
 
 SAMPLE = 4096
 """Elements of an array that its digest is made of, evenly spread: a seed, a shuffle or a step that
-differ change nearly all of them, and hashing a whole state would take as long as loading it."""
+differ change nearly all of them, and hashing all of a state would take as long as loading it."""
 
 
 def check_agreement(
