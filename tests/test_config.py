@@ -307,7 +307,7 @@ def test_every_setting_is_explained_and_there_are_few():
 
 
 def test_config_of_the_quickstart_is_such_a_file():
-    config, lines = load(Path(__file__).parent.parent / "scripts" / "quickstart.toml")
+    config, lines = load(Path(__file__).parent.parent / "jaxtp" / "cli" / "quickstart.toml")
     assert lines == ()
     assert resolve(config, 8).mesh == Mesh(tp=4, dp=2)
 

@@ -12,12 +12,12 @@ from rich.console import Console
 
 from jaxtp import errors
 from jaxtp.errors import CommunicationTimeout, TrainingDiverged
-from jaxtp.train.loop import fit
+from jaxtp.train.loop import Hooks, fit
 from jaxtp.train.metrics import MetricsFile
 from jaxtp.train.restarts import FINAL, Preemption, supervise
 
 
-def train(folder, losses, *, first_step=0, saved=None, more=None, **options):
+def train(folder, losses, *, first_step=0, saved=None, more=None, spike_factor=0, **hooks):
     """Trains on given losses; the state counts the steps. `more` are other numbers of the last."""
 
     def step(state, batch):
@@ -29,13 +29,15 @@ def train(folder, losses, *, first_step=0, saved=None, more=None, **options):
         step,
         first_step,
         lambda number: jnp.zeros((2, 5)),
-        num_steps=len(losses),
+        steps=range(first_step, len(losses)),
         folder=folder,
-        first_step=first_step,
-        save=None if saved is None else lambda number, state: saved.append(number),
-        save_every=2,
+        hooks=Hooks(
+            save=None if saved is None else lambda number, state: saved.append(number),
+            save_every=2,
+            **hooks,
+        ),
+        spike_factor=spike_factor,
         console=Console(file=io.StringIO()),
-        **options,
     )
 
 
@@ -101,10 +103,9 @@ def test_parameters_that_the_update_broke_are_not_saved(tmp_path):
             step,
             state,
             lambda number: jnp.zeros((2, 5)),
-            num_steps=8,
+            steps=range(8),
             folder=tmp_path,
-            save=lambda number, state: saved.append(number),
-            save_every=2,
+            hooks=Hooks(save=lambda number, state: saved.append(number), save_every=2),
             console=Console(file=io.StringIO()),
         )
     assert saved == [2]

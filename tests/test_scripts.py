@@ -179,7 +179,16 @@ def test_constraints_are_plain_pins():
 
 def quickstart(folder, *arguments, **variables):
     tiny = ["--steps", "4", "--batch-size", "4", "--seq-len", "16", "--eval-windows", "8"]
-    command = [sys.executable, "scripts/quickstart.py", "--folder", str(folder), *tiny, *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "jaxtp.cli.commands",
+        "quickstart",
+        "--folder",
+        str(folder),
+        *tiny,
+        *arguments,
+    ]
     # As a stranger's shell: what the harness set for itself is not passed on.
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("JAX", "XLA", "TF_"))}
     environment |= variables

@@ -19,7 +19,7 @@ from jaxtp.train.data import (
     standard_library,
     unigram_entropy,
 )
-from jaxtp.train.loop import fit
+from jaxtp.train.loop import Hooks, fit
 
 
 def write_files(root, names):
@@ -119,11 +119,13 @@ def test_loop_writes_one_line_a_step_and_evaluates(tmp_path):
         halve,
         jnp.float32(8),
         batches,
-        num_steps=5,
+        steps=range(5),
         folder=tmp_path / "run",
-        evaluate=lambda state: 10 * float(state),
-        eval_every=2,
-        measure=lambda seconds: {"mfu": 0.25 if seconds > 0 else 0, "memory_gb": 1.5},
+        hooks=Hooks(
+            evaluate=lambda state: 10 * float(state),
+            eval_every=2,
+            measure=lambda seconds: {"mfu": 0.25 if seconds > 0 else 0, "memory_gb": 1.5},
+        ),
         console=Console(file=screen, width=200),
     )
     assert float(state) == 0.25
@@ -145,12 +147,77 @@ def test_loop_stops_at_the_first_loss_that_is_not_finite(tmp_path):
             halve,
             jnp.float32(256),
             batches,
-            num_steps=20,
+            steps=range(20),
             folder=tmp_path,
-            evaluate=float,
+            hooks=Hooks(evaluate=float),
             console=Console(file=io.StringIO()),
         )
     metrics = read_metrics(tmp_path)
     assert len(metrics) == 10
     assert metrics[-1]["loss"] is None
     assert metrics[-1]["grad_norm"] == 0.5
+
+
+class Device:
+    """Computes nothing, and writes down what it is asked."""
+
+    def __init__(self):
+        self.events = []
+
+    def step(self, state, batch):
+        self.events.append(f"start {state + 1}")
+        return state + 1, {"loss": Number(self, state + 1)}
+
+
+class Number:
+    def __init__(self, device, step):
+        self.device, self.step = device, step
+
+    def __float__(self):
+        self.device.events.append(f"wait {self.step}")
+        return 1.0
+
+
+def run_on(device, folder, num_steps, **hooks):
+    fit(
+        device.step,
+        0,
+        lambda number: jnp.zeros((2, 5)),
+        steps=range(num_steps),
+        folder=folder,
+        hooks=Hooks(**hooks),
+        console=Console(file=io.StringIO()),
+    )
+
+
+def test_the_loop_waits_for_a_step_only_when_the_next_one_runs(tmp_path):
+    device = Device()
+    run_on(device, tmp_path, 4, eval_every=100)
+    assert device.events == [
+        *("start 1", "start 2", "wait 1", "start 3", "wait 2", "start 4", "wait 3", "wait 4")
+    ]
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2, 3, 4]
+
+
+def test_evaluations_and_saves_wait(tmp_path):
+    device, saved = Device(), []
+    run_on(
+        device,
+        tmp_path,
+        3,
+        evaluate=lambda state: device.events.append(f"evaluate {state}") or 2.0,
+        eval_every=2,
+        save=lambda number, state: saved.append(number),
+        save_every=3,
+    )
+    assert device.events == [
+        *("start 1", "start 2", "wait 1", "wait 2", "evaluate 2"),
+        *("start 3", "wait 3", "evaluate 3"),
+    ]
+    assert saved == [3]
+
+
+def test_a_profile_sees_whole_steps(tmp_path):
+    device = Device()
+    run_on(device, tmp_path, 2, blocking=True)
+    assert device.events == ["start 1", "wait 1", "start 2", "wait 2"]

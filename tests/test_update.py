@@ -162,7 +162,7 @@ def test_steps_that_overflow_at_one_scale_end_the_run(tmp_path, fixed, steps):
     state = jaxtp.shard(init_state(params, tx, precision), mesh, plan=plan)
     step = jax.jit(make_update(Overflowing(), tx, schedule, plan, mesh, precision=precision))
     with pytest.raises(TrainingDiverged, match=r"of 20 steps in a row, .* scale of [14],"):
-        fit(step, state, lambda _: jnp.zeros((2, 5)), num_steps=200, folder=tmp_path)
+        fit(step, state, lambda _: jnp.zeros((2, 5)), steps=range(200), folder=tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["skipped_steps"] for line in lines] == list(range(1, steps + 1))
     # A restart goes on counting.

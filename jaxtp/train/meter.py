@@ -5,46 +5,61 @@ import jax
 from jaxtp.compile.running_step import is_gpu, target_of
 from jaxtp.cost.flops import model_flops
 from jaxtp.cost.step_time import modelled_seconds
+from jaxtp.hardware.clusters import Cluster
 from jaxtp.rules.model_dims import ModelDims
 from jaxtp.train.setup import Setup
 
 
 class Meter:
-    """Model FLOPs utilisation and memory of a run.
+    """Model FLOPs utilisation, on GPUs, and memory of a run.
 
     Attributes:
         flops: FLOPs of one step, recomputation left out, attention in full.
-        target: The machine whose data sheet the utilisation is a share of.
     """
 
     def __init__(self, setup: Setup) -> None:
-        config, self._devices = setup.config, setup.mesh.devices
-        tokens = config.batch.size * config.seq_len
-        dims = ModelDims.of(setup.model)
-        self.flops = model_flops(setup.plan, dims, tokens=tokens, seq=config.seq_len).full
-        self.target = target_of(setup.mesh)
-        self._on_gpu = is_gpu(setup.mesh)
-        self._seconds = modelled_seconds(
-            setup.plan,
-            dims,
-            self.target,
-            tokens=tokens,
-            seq=config.seq_len,
-            num_micro=config.batch.accumulation,
-            remat=config.remat,
-            dtype=setup.model.dtype,
-        )
+        self.flops = _flops(setup)
+        self._peak: float | None = None
+        if is_gpu(setup.mesh):
+            self._peak = target_of(setup.mesh).device.peak_flops * setup.mesh.devices.size
 
     def __call__(self, seconds: float) -> dict[str, float]:
-        """`mfu` on GPUs, `mfu_modelled` elsewhere; and `memory_gb` of the fullest local device.
+        """`mfu`, which says nothing on a CPU and is left out there; and `memory_gb`.
 
         Args:
             seconds: What the step took.
         """
-        name = "mfu" if self._on_gpu else "mfu_modelled"
-        taken = seconds if self._on_gpu else self._seconds
-        peak = self.target.device.peak_flops * self._devices.size
-        return {name: self.flops / (taken * peak), "memory_gb": memory_bytes() / 1e9}
+        found = {} if self._peak is None else {"mfu": self.flops / (seconds * self._peak)}
+        return {**found, "memory_gb": memory_bytes() / 1e9}
+
+
+def modelled_line(setup: Setup) -> str:
+    """What one step should take on the config's target, or on the GPUs that there are.
+
+    Raises:
+        BadTarget: TP116, for a target that is no machine.
+        BadTopology: TP012, for a GPU of unknown kind.
+    """
+    config = setup.config
+    target = Cluster.parse(config.target).smallest if config.target else target_of(setup.mesh)
+    seconds = modelled_seconds(
+        setup.plan,
+        ModelDims.of(setup.model),
+        target,
+        tokens=config.batch.size * config.seq_len,
+        seq=config.seq_len,
+        num_micro=config.batch.accumulation,
+        remat=config.remat,
+        dtype=setup.model.dtype,
+    )
+    share = _flops(setup) / (seconds * target.device.peak_flops * setup.mesh.devices.size)
+    return f"{seconds * 1e3:,.3g} ms on {target}, MFU {share:.1%}, modelled from sizes alone"
+
+
+def _flops(setup: Setup) -> float:
+    config, dims = setup.config, ModelDims.of(setup.model)
+    tokens = config.batch.size * config.seq_len
+    return model_flops(setup.plan, dims, tokens=tokens, seq=config.seq_len).full
 
 
 def memory_bytes() -> int:

@@ -78,7 +78,14 @@ def build_schedule(settings: Optimizer, num_steps: int) -> optax.Schedule:
 
 def _decay_mask(pattern: str) -> Callable[[PyTree], PyTree]:
     """Which parameters decay: those whose path the pattern does not match."""
-    rule = re.compile(pattern)
+    try:
+        rule = re.compile(pattern)
+    except re.error as err:
+        raise BadConfig(
+            f"{pattern!r} is no regular expression: {err}",
+            where="optimizer.no_decay",
+            fix=r"such as (bias|scale)$; \ before what is meant literally",
+        ) from None
     return lambda params: map_with_path(lambda path, _: not rule.search(path), params)
 
 

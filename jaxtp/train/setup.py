@@ -23,6 +23,7 @@ from jaxtp.train.config_step import first_state, loss_of, options_of, step_of
 from jaxtp.train.language import Batch, NextToken
 from jaxtp.train.planning import axis_sizes, model_of, plan_of, stage_kinds
 from jaxtp.train.step import Step
+from jaxtp.train.text import Batch as HostBatch
 from jaxtp.train.text import Text, read_text
 from jaxtp.train.update import TrainState, to_host
 
@@ -51,7 +52,7 @@ class Setup:
     text: Text
     validate: Callable[[TrainState, Batch], float]
 
-    def placed(self, batch: Batch) -> Batch:
+    def placed(self, batch: Batch | HostBatch) -> Batch:
         """A host batch on the devices, split over dp and fsdp."""
         return shard_batch(batch, self.mesh)
 

@@ -1,17 +1,13 @@
-"""Trains a small Llama on the sources of this Python's standard library, on 8 simulated devices.
-
-    bash scripts/quickstart.sh                  sets up the environment, then runs this
-    python scripts/quickstart.py --steps 50     a shorter run
-    JAXTP_REPORT_COMMUNICATION=1 ...            also what one step moves between the devices
+"""`jaxtp quickstart`: a small Llama, trained on the sources of this Python's standard library.
 
 Expect, with the defaults on two CPU cores, about two minutes and a validation loss of about 1.5
 nats per byte, where byte frequencies alone give 3.1 and pairs of bytes 2.3.
 """
 
 import dataclasses
-import sys
 import time
 from pathlib import Path
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
@@ -25,12 +21,12 @@ from jaxtp import models
 from jaxtp.compile import running_step
 from jaxtp.config.files import load
 from jaxtp.train import data
-from jaxtp.train.loop import fit
+from jaxtp.train.loop import Hooks, fit
 from jaxtp.train.metrics import METRICS_FILE
 from jaxtp.train.optimizer import build_optimizer
 
-CONFIG, _ = load(Path(__file__).with_suffix(".toml"))
-TrainState = tuple[models.Llama, nnx.Optimizer]
+CONFIG, _ = load(Path(__file__).with_name("quickstart.toml"))
+TrainState = tuple[models.Llama | models.GPT, nnx.Optimizer]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,13 +61,20 @@ class Settings:
     """Where run folders go."""
 
 
-def loss_fn(model: models.Llama, tokens: jax.Array) -> jax.Array:
+DEFAULTS = Settings()
+
+
+def loss_fn(model: models.Llama | models.GPT, tokens: jax.Array) -> jax.Array:
     """Nats per byte of predicting each token from those before it."""
     return models.cross_entropy(model(tokens[:, :-1]), tokens[:, 1:])
 
 
-def main(settings: Settings) -> None:
-    """The whole tour, in the order in which it is printed."""
+def quickstart(settings: Annotated[Settings, tyro.conf.arg(name="")] = DEFAULTS) -> None:
+    """Train a small Llama on 8 simulated devices: a tour.
+
+    Args:
+        settings: Of the run.
+    """
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", settings.dp * settings.tp)  # before a backend starts
     folder = settings.folder / time.strftime("quickstart-%Y%m%d-%H%M%S")
@@ -89,7 +92,7 @@ def main(settings: Settings) -> None:
     )
     tx, schedule = build_optimizer(optimizer_settings, settings.steps)
 
-    def init() -> models.Llama:
+    def init() -> models.Llama | models.GPT:
         return models.build(CONFIG.model, nnx.Rngs(settings.seed))
 
     def step_fn(state: TrainState, tokens: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -126,10 +129,9 @@ def main(settings: Settings) -> None:
         step,
         state,
         batch,
-        num_steps=settings.steps,
+        steps=range(settings.steps),
         folder=folder,
-        evaluate=evaluate,
-        eval_every=max(1, settings.steps // 8),
+        hooks=Hooks(evaluate=evaluate, eval_every=max(1, settings.steps // 8)),
     )
     report(evaluate(state), corpus.train, held_out)
     print_sample(state[0])
@@ -148,7 +150,7 @@ def report(loss: float, train: data.Tokens, held_out: np.ndarray) -> None:
     print(f"  below the frequencies by                         {unigram - loss:.3f}")
 
 
-def print_sample(model: models.Llama) -> None:
+def print_sample(model: models.Llama | models.GPT) -> None:
     """Prints a piece of Python-like text that the model makes up."""
     prompt = jnp.asarray([list(b"class Reader:\n    def __init__(self, ")])
     tokens = models.generate(model, prompt, 90, temperature=0.7)
@@ -171,13 +173,7 @@ def save_and_compare(folder: Path, step: int, state: TrainState, plan: jaxtp.Pla
 NEXT = """metrics in {folder}/{metrics}, one line a step
 
 what to try next
-  bash scripts/quickstart.sh --tp 8 --dp 1   the same losses; the plan lays 4 kv heads on 8 devices
-  bash scripts/quickstart.sh --help          all settings
-  README.md, "In your own program"           tensor parallelism for your own model
+  jaxtp quickstart --tp 8 --dp 1    the same losses; the plan lays 4 kv heads on 8 devices
+  jaxtp quickstart --help           all settings
+  README.md, "In your own program"  tensor parallelism for your own model
 """
-
-if __name__ == "__main__":
-    try:
-        main(tyro.cli(Settings))
-    except jaxtp.JaxtpError as error:
-        sys.exit(str(error))
