@@ -129,7 +129,7 @@ def test_signal_saves_after_the_step_and_ends(tmp_path, name, code):
     before = signal.getsignal(number)
 
     def watch(line):
-        if line["step"] == 5:
+        if line["step"] == 4:
             os.kill(os.getpid(), number)
             # A second Ctrl-C ends the process at once; a second SIGTERM is the same wish again.
             if name == "SIGINT":
