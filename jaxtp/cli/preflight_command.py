@@ -67,15 +67,15 @@ def preflight(
     optimizer: str = "adamw",
     communication: Communication = AS_USUAL,
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
-    html: str = "",
+    html: Annotated[str, tyro.conf.arg(aliases=("--page",))] = "",
     time_limit: float = 900.0,
 ) -> None:
     """Compile a train step for GPUs that are not there, and say what it will do.
 
-    The step is that of a config file, as `scripts/train.py` would run it, or that of a preset.
+    The step is that of a config file, as `jaxtp train` would run it, or that of a preset.
 
     Args:
-        config: A config file, JSON or TOML. It says all about the run; sizes below are for presets.
+        config: A config file: JSON, TOML or YAML. It says all about the run; sizes below are for presets.
         model: A preset, such as llama3-70b.
         target: KIND:HOSTSxGPUS or KIND:SLICESxHOSTSxGPUS; by default the file's, or h100:1x8.
         tp: Devices along the tensor axis; what is left is dp.
