@@ -128,7 +128,6 @@ def test_stages_of_two_kinds_train_as_one_device(tmp_path):
         ),
         (("--target", "h999:1x8"), "TP116"),
         (("--optimizer.no-decay", "("), "TP020 at optimizer.no_decay"),
-        (("--run.folder", "/etc/passwd"), "at /etc/passwd"),
     ],
 )
 def test_mistakes_end_a_run_before_it_starts(tmp_path, flags, message):

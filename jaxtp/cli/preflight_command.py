@@ -75,7 +75,8 @@ def preflight(
     The step is that of a config file, as `jaxtp train` would run it, or that of a preset.
 
     Args:
-        config: A config file: JSON, TOML or YAML. It says all about the run; sizes below are for presets.
+        config: A config file: JSON, TOML or YAML. It says all about the run; sizes below are for
+            presets.
         model: A preset, such as llama3-70b.
         target: KIND:HOSTSxGPUS or KIND:SLICESxHOSTSxGPUS; by default the file's, or h100:1x8.
         tp: Devices along the tensor axis; what is left is dp.
