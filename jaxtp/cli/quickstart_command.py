@@ -16,14 +16,20 @@ import optax
 import tyro
 from flax import nnx
 
-import jaxtp
 from jaxtp import models
 from jaxtp.compile import running_step
 from jaxtp.config.files import load
+from jaxtp.io.checkpoints import Checkpoints
+from jaxtp.mesh.build import make_mesh
+from jaxtp.placement.arrays import shard_batch
+from jaxtp.placement.init import init_sharded
+from jaxtp.plan.decisions import Plan
+from jaxtp.rules.planner import make_plan
 from jaxtp.train import data
 from jaxtp.train.loop import Hooks, fit
 from jaxtp.train.metrics import METRICS_FILE
 from jaxtp.train.optimizer import build_optimizer
+from jaxtp.train.step import jit_step
 
 CONFIG, _ = load(Path(__file__).with_name("quickstart.toml"))
 TrainState = tuple[models.Llama | models.GPT, nnx.Optimizer]
@@ -80,17 +86,11 @@ def quickstart(settings: Annotated[Settings, tyro.conf.arg(name="")] = DEFAULTS)
     folder = settings.folder / time.strftime("quickstart-%Y%m%d-%H%M%S")
 
     # The model is single-device code; the mesh and the plan are all that parallelism takes.
-    mesh = jaxtp.make_mesh(dp=settings.dp, tp=settings.tp)
-    plan = jaxtp.make_plan(models.abstract(CONFIG.model), mesh, strict=True)
+    mesh = make_mesh(dp=settings.dp, tp=settings.tp)
+    plan = make_plan(models.abstract(CONFIG.model), mesh, strict=True)
     print(f"{plan}\n")
 
-    # The optimizer of quickstart.toml, its schedule stretched over these steps.
-    optimizer_settings = dataclasses.replace(
-        CONFIG.optimizer,
-        learning_rate=settings.learning_rate,
-        warmup_steps=settings.steps // 10,
-    )
-    tx, schedule = build_optimizer(optimizer_settings, settings.steps)
+    tx, schedule = optimizer_of(settings)
 
     def init() -> models.Llama | models.GPT:
         return models.build(CONFIG.model, nnx.Rngs(settings.seed))
@@ -102,8 +102,8 @@ def quickstart(settings: Annotated[Settings, tyro.conf.arg(name="")] = DEFAULTS)
         optimizer.update(model, grads)
         return state, {"loss": loss, "grad_norm": optax.tree.norm(grads), "lr": lr}
 
-    state: TrainState = jaxtp.init_sharded(init, tx, mesh, plan=plan)
-    step = jaxtp.jit_step(step_fn, state, mesh, plan=plan)
+    state: TrainState = init_sharded(init, tx, mesh, plan=plan)
+    step = jit_step(step_fn, state, mesh, plan=plan)
 
     # Text that every machine has; validation files share nothing with training files.
     corpus = data.standard_library()
@@ -114,13 +114,13 @@ def quickstart(settings: Annotated[Settings, tyro.conf.arg(name="")] = DEFAULTS)
         f"{corpus.train.size:,} bytes; validating on {corpus.num_files[1]} others"
     )
     validation_loss = nnx.jit(loss_fn)
-    validation_batch = jaxtp.shard_batch(held_out, mesh)
+    validation_batch = shard_batch(held_out, mesh)
 
     def evaluate(state: TrainState) -> float:
         return float(validation_loss(state[0], validation_batch))
 
     def batch(number: int) -> jax.Array:
-        return jaxtp.shard_batch(batches[number], mesh)
+        return shard_batch(batches[number], mesh)
 
     if running_step.is_asked():
         table = running_step.report_step(step, state, batch(0), tensor_axes=plan.mesh.tp)
@@ -137,6 +137,16 @@ def quickstart(settings: Annotated[Settings, tyro.conf.arg(name="")] = DEFAULTS)
     print_sample(state[0])
     save_and_compare(folder / "checkpoints", settings.steps, state, plan)
     print(NEXT.format(folder=folder, metrics=METRICS_FILE))
+
+
+def optimizer_of(settings: Settings) -> tuple[optax.GradientTransformation, optax.Schedule]:
+    """The optimizer of quickstart.toml, its schedule stretched over these steps."""
+    stretched = dataclasses.replace(
+        CONFIG.optimizer,
+        learning_rate=settings.learning_rate,
+        warmup_steps=settings.steps // 10,
+    )
+    return build_optimizer(stretched, settings.steps)
 
 
 def report(loss: float, train: data.Tokens, held_out: np.ndarray) -> None:
@@ -159,9 +169,9 @@ def print_sample(model: models.Llama | models.GPT) -> None:
     print("\na sample:\n\n" + "\n".join(f"  | {line}" for line in text.splitlines()))
 
 
-def save_and_compare(folder: Path, step: int, state: TrainState, plan: jaxtp.Plan) -> None:
+def save_and_compare(folder: Path, step: int, state: TrainState, plan: Plan) -> None:
     """Saves model and optimizer, reads them back, and compares every number."""
-    with jaxtp.Checkpoints(folder) as checkpoints:
+    with Checkpoints(folder) as checkpoints:
         checkpoints.save(step, state, plan=plan)
         restored = checkpoints.restore(state, plan=plan)
     before, after = (jax.tree.leaves(nnx.state(tree)) for tree in (state, restored.state))
