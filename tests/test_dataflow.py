@@ -132,3 +132,26 @@ def test_dims_that_a_scan_runs_along_are_told_whoever_decides(axis):
     given = Vote("one", Source.OVERRIDE, Role.GIVEN, "given", spec=((), (), ()))
     claims = resolve.decide(trees.flatten(params), [*votes, given])
     assert [claim.stacked_dims for claim in claims] == [(axis,), (axis,)]
+
+
+class Patches(nnx.Module):
+    """A vision transformer's start, block and end."""
+
+    def __init__(self, rngs):
+        self.proj = nnx.Conv(3, 64, (8, 8), strides=(8, 8), rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(8, 64, decode=False, rngs=rngs)
+        self.norm = nnx.LayerNorm(64, rngs=rngs)
+        self.linear1, self.linear2 = nnx.Linear(64, 256, rngs=rngs), nnx.Linear(256, 64, rngs=rngs)
+
+    def __call__(self, image):
+        x = self.proj(image).reshape(image.shape[0], -1, 64)
+        x = x + self.attention(self.norm(x))
+        return x + self.linear2(jax.nn.gelu(self.linear1(x)))
+
+
+def test_sources_that_choose_the_same_dims_leave_no_note():
+    model = nnx.eval_shape(lambda: Patches(nnx.Rngs(0)))
+    with jax.numpy_rank_promotion("allow"):
+        flow = jaxtp.make_plan(model, {"tp": 4}, inputs=(shape(2, 32, 32, 3),))
+    assert flow.specs() == jaxtp.make_plan(model, {"tp": 4}).specs()
+    assert not [note for note in flow.notes if "overrules" in note]

@@ -155,7 +155,7 @@ class Analysis:
                 contracted=tuple(dict.fromkeys(fact.path for fact in known.contracted)),
                 cuts=tuple(sorted(atom.cuts)),
                 origin="" if atom.origin is None else where(atom.origin),
-                reasons=tuple(dict.fromkeys(known.whole + known.needed)),
+                reasons=tuple(dict.fromkeys(known.whole + known.inside + known.needed)),
             )
             for atom, known in evidence.known.items()
         )

@@ -20,10 +20,11 @@ class Atom:
         parent: The atom this one was merged into, or None.
         parts: Major and minor factor once refined, or None.
         cuts: Named pieces, (start, stop) in elements of this atom -> dim of that size.
+        beside: The major factor that it is the minor one of, in some dim; or None.
         origin: The equation that split it or split it off (what was in `Classes.origin` then).
     """
 
-    __slots__ = ("cuts", "number", "origin", "parent", "parts", "size")
+    __slots__ = ("beside", "cuts", "number", "origin", "parent", "parts", "size")
 
     def __init__(self, number: int, size: int) -> None:
         self.number = number
@@ -31,6 +32,7 @@ class Atom:
         self.parent: Atom | None = None
         self.parts: tuple[Atom, Atom] | None = None
         self.cuts: dict[tuple[int, int], Dim] = {}
+        self.beside: Atom | None = None
         self.origin: object = None
 
     def __repr__(self) -> str:
@@ -193,6 +195,7 @@ class Classes:
         parts = self.fresh(major) + self.fresh(minor)
         assert len(parts) == 2, "a part of size 1 is no refinement"
         atom.parts = parts
+        parts[0].beside, parts[1].beside = atom.beside, parts[0]
         for touched in (atom, *parts):
             touched.origin = self.origin
         for (start, stop), piece in atom.cuts.items():
@@ -232,6 +235,7 @@ class Classes:
             return
         old, new = (one, two) if one.number < two.number else (two, one)
         new.parent = old
+        old.beside = old.beside or new.beside
         for key, piece in new.cuts.items():
             if key in old.cuts:
                 self.unify(old.cuts[key], piece)

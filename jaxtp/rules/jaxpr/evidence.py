@@ -17,6 +17,7 @@ from jaxtp.rules.jaxpr.records import (
     Lookup,
     Mixing,
     Opaque,
+    Reduction,
     Residual,
     Whole,
 )
@@ -48,6 +49,7 @@ class Known:
         whole: Why it must not be sharded.
         needed: Operations that need all of it for each position: harmless for a vocabulary or
             experts, where they work on a few numbers per token.
+        inside: Reductions over it that keep the factor it is the minor one of: a norm of each head.
         lost: Where it goes into a primitive that gives no information.
     """
 
@@ -60,6 +62,7 @@ class Known:
     tables: list[Lookup] = dataclasses.field(default_factory=list[Lookup])
     whole: list[str] = dataclasses.field(default_factory=list[str])
     needed: list[str] = dataclasses.field(default_factory=list[str])
+    inside: list[str] = dataclasses.field(default_factory=list[str])
     lost: list[str] = dataclasses.field(default_factory=list[str])
 
 
@@ -135,7 +138,7 @@ class Evidence:
         known = self.of(atom)
         if self._is_routed(known):
             return EXPERT
-        if known.whole:
+        if known.whole or known.inside:
             return ""
         if known.tables:
             rows = max(dim_size(table.rows) for table in known.tables)
@@ -198,6 +201,11 @@ class Evidence:
                     self.streams.update(classes_in(fact.features))
                     self._largest_table = max(self._largest_table, dim_size(fact.rows))
                 self.uses.get(fact.path, []).append(fact)
+            case Reduction():
+                kept = {atom for dim in fact.kept for atom in resolve(dim)}
+                for atom in {atom for dim in fact.reduced for atom in resolve(dim)} - kept:
+                    if atom.beside is not None and not kept.isdisjoint(resolve((atom.beside,))):
+                        self._note(atom).inside.append("reduced within each head or group")
             case Choice():
                 for atom in classes_in((fact.dim,)):
                     self._note(atom).chosen |= not fact.tokens

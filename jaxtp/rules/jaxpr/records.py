@@ -128,6 +128,21 @@ class Whole:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Reduction:
+    """Dims are reduced, others are kept: what a norm does to the width of a head or of a group.
+
+    Attributes:
+        reduced: The dims that are gone.
+        kept: The dims of the result.
+        equation: The jaxpr equation.
+    """
+
+    reduced: Dims
+    kept: Dims
+    equation: Any = dataclasses.field(repr=False)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Choice:
     """An index is compared with a range along a dim: one-hot tokens or dispatch.
 
@@ -161,7 +176,7 @@ class Opaque:
     dims: Dims = dataclasses.field(repr=False)
 
 
-Fact = Contraction | Mixing | Lookup | Residual | Offset | Whole | Choice | Opaque
+Fact = Contraction | Mixing | Lookup | Residual | Offset | Whole | Reduction | Choice | Opaque
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -199,8 +199,8 @@ class Reporter:
         known = self._evidence.of(atom)
         if atom in self._evidence.streams:
             return "is a dim of the residual stream"
-        if known.whole or known.needed:
-            return "cannot be sharded: " + (known.whole + known.needed)[0]
+        if forbidden := known.whole + known.inside + known.needed:
+            return "cannot be sharded: " + forbidden[0]
         if known.lost and not known.contracted:
             return known.lost[0]
         if self._evidence.kind(atom) == SMALL:

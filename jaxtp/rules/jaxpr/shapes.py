@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxtp.rules.jaxpr.classes import Dims
-from jaxtp.rules.jaxpr.records import Whole
+from jaxtp.rules.jaxpr.records import Reduction, Whole
 from jaxtp.rules.jaxpr.walk import Index, Result, Value, Walk, shape_of
 
 
@@ -179,6 +179,9 @@ def reduce(walk: Walk, equation: Any, inputs: Sequence[Value]) -> list[Dims]:
     arrays = inputs[: len(equation.outvars)]
     dims = _merge(walk, arrays, None)
     kept = tuple(dim for i, dim in enumerate(dims) if i not in axes)
+    gone = tuple(dim for i, dim in enumerate(dims) if i in axes)
+    if any(gone) and any(kept):
+        walk.facts.append(Reduction(gone, kept, equation))
     return [kept for _ in equation.outvars]
 
 
