@@ -452,7 +452,7 @@ def test_v1_a_vocabulary_that_does_not_divide(tokens, tp, padded):
         assert whole[path].spec == ((),) * len(shapes[path])
         assert f"{tokens} units on tp={tp}: replicated" in whole[path].fallback
     assert any(f"embed_tokens/embedding [{tokens}, 768]" in note for note in whole.notes)
-    result = plan(shapes, tp, pad_vocab=True)
+    result = plan(shapes, tp, pad_vocab="masked")
     for path, shape in shapes.items():
         decision = result[path]
         (blocks,) = decision.padding
@@ -463,7 +463,7 @@ def test_v1_a_vocabulary_that_does_not_divide(tokens, tp, padded):
         assert f"padded from {tokens} to {padded}" in decision.reasons[-1]
 
 
-@pytest.mark.parametrize("pad", [False, True])
+@pytest.mark.parametrize("pad", [False, "masked"])
 def test_v2_a_tie_is_one_decision(pad):
     tied = plan({"wte/embedding": (50257, 768)}, 8, pad_vocab=pad)
     apart = plan(vocab(50257, 768), 8, pad_vocab=pad)

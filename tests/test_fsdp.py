@@ -59,7 +59,7 @@ def test_without_the_axis_nothing_changes():
 
 @pytest.mark.parametrize("model", ["llama3-70b", "gpt3-175b"])
 def test_memory_is_the_formula_and_layers_are_never_cut(model):
-    plan = plan_of(model, {"fsdp": 8, "tp": 8}, pad_vocab=True)
+    plan = plan_of(model, {"fsdp": 8, "tp": 8}, pad_vocab="masked")
     for d in plan.decisions:
         if d.path.startswith(("layers/", "h/")):
             assert d.spec[0] == (), d.path

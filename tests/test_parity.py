@@ -12,7 +12,7 @@ from rounding import bound
 from small_models import LLAMA, mesh, tokens
 
 import jaxtp
-from jaxtp.errors import ParityFailed
+from jaxtp.errors import BadConfig, ParityFailed
 from jaxtp.inspect.parity import verify
 from jaxtp.models.llama import Llama
 
@@ -117,8 +117,11 @@ def test_a_bf16_program_is_held_to_the_digits_it_has():
 
 
 def test_a_padded_vocabulary_is_compared_without_its_padding():
-    def logits(params, ids):
+    def bare(params, ids):
         return params["embed"]["embedding"][ids] @ params["lm_head"]["kernel"]
+
+    def logits(params, ids):
+        return jaxtp.mask_padding(bare(params, ids), 10)
 
     keys = jax.random.split(jax.random.key(0))
     params = {
@@ -128,6 +131,25 @@ def test_a_padded_vocabulary_is_compared_without_its_padding():
     mesh = jaxtp.make_mesh(tp=4, dp=2)
     result = verify(logits, params, (tokens() % 10,), mesh, pad_vocab=True, show=QUIET)
     assert result.rows[-1].bytes_per_device == 2 * 12 * 8 * 4 // 4
+    # A model that does not mask would compute another loss: refused, or found by comparing.
+    with pytest.raises(BadConfig, match=r"TP020 at pad_vocab: .* from 10 to 12"):
+        verify(bare, params, (tokens() % 10,), mesh, pad_vocab=True, show=QUIET)
+    with pytest.raises(ParityFailed, match="TP071 at output: the logits of the padded vocabulary"):
+        verify(bare, params, (tokens() % 10,), mesh, pad_vocab="masked", show=QUIET)
+    ids = (jax.ShapeDtypeStruct((4, 6), "int32"),)
+    assert jaxtp.make_plan(params, mesh, pad_vocab=True, fn=logits, inputs=ids)
+    with pytest.raises(BadConfig, match=r"jaxtp.mask_padding\(logits, 10\)"):
+        jaxtp.make_plan(params, mesh, pad_vocab=True, fn=bare, inputs=ids)
+
+
+def test_a_function_that_is_not_finite_on_one_device_is_no_bug_of_jaxtp():
+    params = {"up": {"kernel": jnp.ones((8, 16))}, "down": {"kernel": jnp.ones((16, 8))}}
+
+    def fn(p, x):
+        return x @ p["up"]["kernel"] @ p["down"]["kernel"] * jnp.nan
+
+    with pytest.raises(ParityFailed, match="NaN or infinity on one device already"):
+        verify(fn, params, (jnp.ones((4, 8)),), jaxtp.make_mesh(tp=8), show=QUIET)
 
 
 def test_placed_parameters_and_an_ambient_explicit_mesh():

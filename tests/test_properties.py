@@ -272,7 +272,7 @@ def test_padding_touches_nothing_but_the_vocabulary(model, tp):
     shapes, _, sizes = model
     tree = structs(shapes)
     plain = jaxtp.make_plan(tree, {"tp": tp}, **sizes)
-    padded = jaxtp.make_plan(tree, {"tp": tp}, pad_vocab=True, **sizes)
+    padded = jaxtp.make_plan(tree, {"tp": tp}, pad_vocab="masked", **sizes)
     check_legal(padded, dict(sorted(shapes.items())))
     for a, b in zip(plain.decisions, padded.decisions, strict=True):
         if b.padding:

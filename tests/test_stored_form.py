@@ -89,7 +89,7 @@ def test_pad_and_unpad_are_inverse_in_numpy_and_jax(deal, rest, dim):
 def test_shard_then_unshard_is_the_identity(deal, dtype):
     tree = jax.tree.map(lambda x: x.astype(jnp.dtype(dtype)), stack(deal.num_layers))
     mesh = mesh_of(deal.num_stages)
-    plan = jaxtp.make_plan(tree, mesh, stages=deal, pad_vocab=True)
+    plan = jaxtp.make_plan(tree, mesh, stages=deal, pad_vocab="masked")
     placed = jaxtp.shard(tree, mesh, plan=plan)
     for path, leaf in leaves(placed):
         assert leaf.shape == plan[path].stored
@@ -186,7 +186,7 @@ def test_even_stages_store_nothing_differently():
 
 def test_stages_are_in_text_json_and_page(tmp_path):
     tree = stack(7)
-    plan = jaxtp.make_plan(tree, {"pp": 2, "fsdp": 2, "tp": 2}, pad_vocab=True)
+    plan = jaxtp.make_plan(tree, {"pp": 2, "fsdp": 2, "tp": 2}, pad_vocab="masked")
     assert Plan.from_json(plan.to_json()) == plan
     text = "2 stages of 4, 3 layers, 2 micro-batches; each idles 33.3% of the time"
     assert f"stages: {text}" in str(plan)

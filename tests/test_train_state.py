@@ -268,13 +268,13 @@ def test_init_sharded_pads_before_the_optimizer_looks():
     def init():
         return {"embed": {"embedding": jnp.ones((10, 8))}, "lm_head": {"kernel": jnp.ones((8, 10))}}
 
-    state = init_sharded(init, optax.adagrad(1e-3), mesh(1, 4), pad_vocab=True)
+    state = init_sharded(init, optax.adagrad(1e-3), mesh(1, 4), pad_vocab="masked")
     assert state.params["embed"]["embedding"].shape == (12, 8)
     np.testing.assert_array_equal(state.params["embed"]["embedding"][10:], 0)
     moment = state.opt_state[0].sum_of_squares["embed"]["embedding"]
     assert moment.shape == (12, 8)
     np.testing.assert_allclose(moment, 0.1)  # the optimizer's own first value, padding included
-    plan = make_plan(init(), mesh(1, 4), pad_vocab=True)
+    plan = make_plan(init(), mesh(1, 4), pad_vocab="masked")
     assert unshard(state, plan).opt_state[0].sum_of_squares["embed"]["embedding"].shape == (10, 8)
 
 

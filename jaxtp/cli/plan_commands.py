@@ -61,7 +61,7 @@ def plan_of(text: str, options: PlanOptions) -> Plan:
         kv_heads=options.kv_heads,
         head_dim=options.head_dim,
         policy=options.policy,
-        pad_vocab=options.pad_vocab,
+        pad_vocab="masked" if options.pad_vocab else False,
         strict=options.strict,
         fn=subject.fn,
         inputs=subject.inputs,

@@ -15,7 +15,7 @@ from jaxtp.mesh.axes import MeshShape
 from jaxtp.mesh.build import auto_context, auto_mesh, check_devices, make_mesh
 from jaxtp.placement.arrays import shard, shard_batch, unshard
 from jaxtp.plan.decisions import Plan
-from jaxtp.plan.stored_form import Padding, unpad
+from jaxtp.plan.stored_form import Padding, masks_seen, unpad
 from jaxtp.plan.trees import PyTree, as_pytree, leaves, map_with_path
 from jaxtp.rules.dataflow import check_inputs, forward
 from jaxtp.rules.planner import make_plan
@@ -114,23 +114,28 @@ def verify(
     names = options.get("axis_names")
     rows: list[Comparison] = []
 
-    def run(layers: Layers, tree: PyTree, *args: Any) -> tuple[Any, Any]:
+    def run(layers: Layers, tree: PyTree, *args: Any) -> tuple[Any, Any, Any]:
         def projected(tree: PyTree) -> tuple[jax.Array, Any]:
             # Logits of a padded vocabulary are longer than those of one device.
             out = call(rebuild(_in_order(tree, layers)), *args)
+            leaking = _leaking(out, shapes)
             out = jax.tree.map(_cut, out, shapes)
-            return _projection(out), out
+            return _projection(out), (out, leaking)
 
         if not gradients:
-            return projected(tree)[1], {}
+            return *projected(tree)[1], {}
         is_float, join = _split(tree)
-        grads, out = jax.grad(lambda part: projected(join(part)), has_aux=True)(is_float)
-        return out, grads
+        grads, (out, leaking) = jax.grad(lambda part: projected(join(part)), has_aux=True)(is_float)
+        return out, leaking, grads
 
     jitted = jax.jit(run, static_argnums=0)
     with auto_context(), jax.default_matmul_precision("highest"):
-        shapes = jax.eval_shape(lambda tree: call(rebuild(tree), *inputs), plain)
-        want = jax.device_get(jitted((), plain, *inputs))
+        with masks_seen() as masked:
+            shapes = jax.eval_shape(lambda tree: call(rebuild(tree), *inputs), plain)
+        if options.get("pad_vocab") and masked:
+            options["pad_vocab"] = "masked"
+        out, _, grads = jax.device_get(jitted((), plain, *inputs))
+        want = (out, grads)
         _check_finite(want)
         traced = jax.make_jaxpr(run, static_argnums=0)((), plain, *inputs)
         allowed = _coarsest(traced.jaxpr) ** 0.5
@@ -140,9 +145,10 @@ def verify(
             kept = {name: value for name, value in options.items() if name not in left_out}
             plan = make_plan(params, wide, **kept)
             placed = as_pytree(shard(rebuild(plain), wide, plan=plan))[0]
-            out, grads = jitted(
+            out, leaking, grads = jitted(
                 _layers(plan), placed, *shard_batch(tuple(inputs), wide, axis_names=names)
             )
+            _check_masked(bool(leaking), plan)
             grads = unshard(grads, plan) if gradients else grads
             rows.append(_compare(want, (unshard(out), grads), plan, allowed))
     result = Verification(tuple(rows))
@@ -178,6 +184,26 @@ def _in_order(tree: PyTree, layers: Layers) -> PyTree:
 
 def _cut(x: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
     return x[tuple(slice(n) for n in like.shape)]
+
+
+def _leaking(out: Any, shapes: Any) -> jax.Array:
+    """Whether logits beyond the model's vocabulary are large enough to take part in a softmax."""
+    found = jnp.zeros((), bool)
+    for x, like in zip(jax.tree.leaves(out), jax.tree.leaves(shapes), strict=True):
+        if x.shape[:-1] == like.shape[:-1] and x.shape != like.shape:
+            padded = x[..., like.shape[-1] :]
+            found |= jnp.any(padded > jnp.finfo(x.dtype).min / 4)
+    return found
+
+
+def _check_masked(leaking: bool, plan: Plan) -> None:
+    if leaking:
+        raise ParityFailed(
+            f"the logits of the padded vocabulary on {plan.mesh} are not masked, and would take "
+            "part in a softmax",
+            where="output",
+            fix="logits = jaxtp.mask_padding(logits, vocab_size) at the end of the model",
+        )
 
 
 def _coarsest(jaxpr: Jaxpr) -> float:

@@ -32,6 +32,9 @@ class DecoderConfig:
         BadConfig: TP020, if `remat` names no policy.
     """
 
+    masks_padding: ClassVar[bool] = True
+    """The models ignore logits beyond the vocabulary, which a plan may have padded."""
+
     vocab_size: int
     """Rows of the embedding and columns of the head."""
 

@@ -6,7 +6,10 @@ pipeline stages are one piece a chunk, so that sharding the stored dim gives eac
 own.
 """
 
+import contextlib
+import contextvars
 import dataclasses
+from collections.abc import Generator
 from typing import Any, TypeVar
 
 import jax
@@ -116,6 +119,22 @@ def read(host: NDArray[Any], padding: Padding, index: tuple[slice, ...]) -> NDAr
     return np.array(part)
 
 
+_watching: contextvars.ContextVar[tuple[set[int], ...]] = contextvars.ContextVar(
+    "jaxtp_masked", default=()
+)
+
+
+@contextlib.contextmanager
+def masks_seen() -> Generator[set[int]]:
+    """The vocabulary sizes that `mask_padding` is called with inside the block."""
+    seen: set[int] = set()
+    token = _watching.set((*_watching.get(), seen))
+    try:
+        yield seen
+    finally:
+        _watching.reset(token)
+
+
 def mask_padding(logits: jax.Array, vocab_size: int) -> jax.Array:
     """Logits whose padded entries can neither be sampled nor change a softmax.
 
@@ -131,6 +150,8 @@ def mask_padding(logits: jax.Array, vocab_size: int) -> jax.Array:
     Raises:
         SizeMismatch: TP003, if there are fewer than `vocab_size` logits.
     """
+    for seen in _watching.get():
+        seen.add(vocab_size)
     stored = logits.shape[-1]
     if stored < vocab_size:
         raise SizeMismatch(

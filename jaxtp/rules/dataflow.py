@@ -94,9 +94,10 @@ def forward(fn: Any, params: PyTree) -> Callable[..., Any]:
             where="fn",
             fix="a function of (params, *inputs), or a Linen module",
         )
-    if hasattr(fn, "apply") and hasattr(fn, "init"):
+    model: Any = fn
+    if hasattr(model, "apply") and hasattr(model, "init"):
         wrapped = "params" in params
-        return lambda tree, *args: fn.apply(tree if wrapped else {"params": tree}, *args)
+        return lambda tree, *args: model.apply(tree if wrapped else {"params": tree}, *args)
     return fn
 
 

@@ -8,7 +8,7 @@ import dataclasses
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from jaxtp.errors import BadConfig, HeadsNotDivisible, Problems, SizeMismatch, join
 from jaxtp.mesh.axes import MeshShape, legal_ways, splits
@@ -103,6 +103,27 @@ def fit(
         decisions.append(decision)
     problems.raise_any()
     return mesh, tuple(decisions)
+
+
+def check_masked(decisions: Iterable[ParamDecision], masked: Collection[int]) -> None:
+    """Refuses padded vocabularies of which nobody has seen that the model masks them.
+
+    Padded logits are zeros, which take part in an ordinary softmax: loss and gradients would differ
+    from those of the model, and nothing would say so.
+
+    Raises:
+        BadConfig: TP020, for the first such parameter.
+    """
+    for decision in decisions:
+        for blocks in decision.padding:
+            if blocks.logical not in masked:
+                raise BadConfig(
+                    f"{decision.path} would be padded from {blocks.logical} to {blocks.stored}, "
+                    "and the logits of the padding would take part in the model's softmax",
+                    where="pad_vocab",
+                    fix=f"logits = jaxtp.mask_padding(logits, {blocks.logical}) in the model, and "
+                    'fn= and inputs= to show it, or pad_vocab="masked" if it does so already',
+                )
 
 
 def _groups(claims: Iterable[Claim]) -> list[Group]:

@@ -4,12 +4,13 @@ Each step is one call into one module.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from jaxtp.mesh.axes import Axis, MeshShape
 from jaxtp.plan import trees
 from jaxtp.plan.decisions import Plan
 from jaxtp.plan.stages import Stages
+from jaxtp.plan.stored_form import masks_seen
 from jaxtp.rules import (
     annotations,
     dataflow,
@@ -37,7 +38,7 @@ def make_plan(
     policy: str = "factor",
     zero: int = 3,
     stages: Stages | None = None,
-    pad_vocab: bool = False,
+    pad_vocab: bool | Literal["masked"] = False,
     strict: bool = False,
     replicated_budget: float = 0.1,
     fn: Any = None,
@@ -61,7 +62,10 @@ def make_plan(
             gradients, 3 also parameters.
         stages: How stacked layers are assigned along a pp axis; by default evenly, in one round,
             for as many micro-batches as stages.
-        pad_vocab: Pad a vocabulary that does not divide, instead of replicating its table.
+        pad_vocab: Pad a vocabulary that does not divide, instead of replicating its table. The
+            logits are then longer than the vocabulary, and the model must mask them with
+            `jaxtp.mask_padding`: jaxtp's own models do (give `config=`), another one is seen to do
+            it when it is traced (`fn=`, `inputs=`). "masked" says that it does without showing it.
         strict: Refuse a plan that wastes devices or memory, instead of noting it.
         replicated_budget: Under `strict`, the share of all bytes that whole matrices may take.
         fn: The forward function `fn(params, *inputs)` or a Linen module, traced for its dataflow;
@@ -75,7 +79,8 @@ def make_plan(
         NoTensorAxis: TP013, if the mesh has no tensor axis.
         ConflictingDecisions, UnusedOverride, BadSpec: TP001, TP040, TP044, on overrides.
         SizeMismatch: TP003, if given sizes fit no kernel or a given spec does not divide.
-        BadConfig: TP020, for an unknown policy or ZeRO stage.
+        BadConfig: TP020, for an unknown policy or ZeRO stage, or a vocabulary that would be padded
+            for a model that does not mask its logits.
         BadStages: TP074, on a pp axis, if there are no stacked layers or `stages` does not fit.
         HeadsNotDivisible: TP041, under the policy "error".
         NothingSharded, ReplicatedTooMuch, IdleDevices: TP042, TP043, TP011, under `strict`.
@@ -84,14 +89,18 @@ def make_plan(
     tree = trees.parameters(params)
     leaves = trees.flatten(tree)
     dims = ModelDims.of(config, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+    with masks_seen() as masked:
+        traced = list(dataflow.votes(fn, tree, inputs))
     votes = [
         *names.votes(leaves, dims),
-        *dataflow.votes(fn, tree, inputs),
+        *traced,
         *annotations.annotation_votes(leaves, shape),
         *annotations.override_votes(leaves, shape, overrides or {}),
     ]
     claims = resolve.decide(leaves, votes)
-    shape, decisions = fallback.fit(claims, shape, policy, pad_vocab=pad_vocab)
+    shape, decisions = fallback.fit(claims, shape, policy, pad_vocab=bool(pad_vocab))
+    if pad_vocab != "masked" and not getattr(config, "masks_padding", False):
+        fallback.check_masked(decisions, masked)
     decisions = fused.hold(claims, decisions, shape, policy)
     stages, decisions = pipeline.deal(claims, decisions, shape, stages)
     decisions = fsdp.spread(claims, decisions, shape, zero)
