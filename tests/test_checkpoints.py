@@ -300,10 +300,10 @@ def test_no_flipped_bit_of_what_describes_a_checkpoint_goes_unnoticed(tmp_path):
     assert checkpoints.restore(like).step == 2
 
 
-def test_abandoned_reads_are_hushed_and_nothing_else(monkeypatch, caplog):
+def test_abandoned_reads_and_writes_are_hushed_and_nothing_else(monkeypatch, caplog):
     seen = []
     monkeypatch.setattr(sys, "unraisablehook", seen.append)
-    checkpoint_arrays._hush_abandoned_reads.cache_clear()
+    checkpoint_arrays.hush_abandoned.cache_clear()
     with pytest.raises(BadCheckpoint), checkpoint_arrays.reading(Path("folder")):
         raise ValueError("a damaged array")
     closed, other = (

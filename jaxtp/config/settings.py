@@ -266,6 +266,10 @@ class Faults:
     heartbeat_timeout: float = 60.0
     """Seconds after which a process that is not heard of counts as lost."""
 
+    elastic: bool = True
+    """Continue with fewer devices than the mesh multiplies to, on the largest mesh that the
+    settings accept, with the same batch; a run that starts anew needs all of them."""
+
     probe: bool = True
     """Test every device at the start, and when a run has diverged."""
 

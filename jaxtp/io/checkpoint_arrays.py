@@ -271,6 +271,7 @@ def reading(folder: Path) -> Generator[None]:
     Raises:
         BadCheckpoint: TP090, for any error but those of devices, memory and other processes.
     """
+    hush_abandoned()
     try:
         yield
         return
@@ -280,14 +281,13 @@ def reading(folder: Path) -> Generator[None]:
         if sign_of_lost_peer(err):
             raise  # the checkpoint is good; it is a process that is not there to read it
         problem = damaged(folder, shorten(err.__cause__ or err))
-        _hush_abandoned_reads()
     gc.collect()
     raise problem
 
 
 @functools.cache
-def _hush_abandoned_reads() -> None:
-    """From here on, the reads that Orbax leaves behind when one fails end in silence.
+def hush_abandoned() -> None:
+    """From here on, the reads and writes that Orbax leaves behind when one fails end in silence.
 
     It closes its event loop under them. Each one that ends later, perhaps minutes later, would
     print a traceback of its own: through `sys.unraisablehook` if TensorStore finds the loop closed,

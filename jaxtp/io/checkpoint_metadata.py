@@ -1,9 +1,11 @@
 """JSON beside the arrays of a checkpoint: what a run needs to go on, and people to read."""
 
+import contextlib
 import dataclasses
 import hashlib
 import importlib.metadata
 import json
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,7 +32,8 @@ class About:
         step: Its number.
         plan: The plan that its state was placed by, or None.
         fingerprints: Of each array by path, see `jaxtp.io.fingerprint`.
-        origin: Where it was written: "mesh" (axis -> devices), "processes", "versions".
+        origin: Where it was written: "mesh" (axis -> devices), "processes", "devices" (that these
+            had), "versions".
         extra: What the run wants to remember.
     """
 
@@ -67,6 +70,42 @@ class About:
             return cls(plan=plan and Plan.from_json(json.dumps(plan)), **data)
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """What a run needs to know of its newest checkpoint before it has started JAX.
+
+    Attributes:
+        step: Its number.
+        mesh: Axis -> devices.
+        num_processes: That wrote it.
+        num_devices: That all of these had; the mesh may have left some out.
+        settings: Of the run that wrote it, by dotted name, if it has left them.
+    """
+
+    step: int
+    mesh: Mapping[str, int]
+    num_processes: int
+    num_devices: int
+    settings: Mapping[str, Any]
+
+    @classmethod
+    def of_newest(cls, folder: Path) -> "Summary | None":
+        """Of the newest checkpoint below a folder of them; None if there is none to be read."""
+        steps = sorted((int(p.name) for p in folder.glob("*") if p.name.isdigit()), reverse=True)
+        for step in steps:
+            with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
+                data = json.loads((folder / str(step) / ITEM / "metadata").read_text())
+                origin, mesh = data["origin"], dict(data["origin"]["mesh"])
+                return cls(
+                    step=step,
+                    mesh=mesh,
+                    num_processes=origin["processes"],
+                    num_devices=origin.get("devices", math.prod(mesh.values())),
+                    settings=dict(data["extra"].get("settings", {})),
+                )
+        return None
+
+
 def _digest(data: Mapping[str, Any]) -> str:
     """SHA-256 of an object, the same before it is written and after it is read."""
     as_read = json.loads(json.dumps(data))  # keys may be numbers before
@@ -80,6 +119,7 @@ def origin(arrays: Iterable[Any]) -> dict[str, Any]:
     return {
         "mesh": dict(meshes[0].shape) if meshes else {},
         "processes": jax.process_count(),
+        "devices": jax.device_count(),
         "versions": {name: _version(name) for name in ("jaxtp", "jax", "orbax-checkpoint")},
     }
 

@@ -223,6 +223,7 @@ class Checkpoints:
 
     def _open(self) -> ocp.CheckpointManager:
         """Makes room for what comes after the restored step, and lets Orbax manage the folder."""
+        checkpoint_arrays.hush_abandoned()
         if self._restored is not None and jax.process_index() == 0:
             for number in self.steps():
                 if number > self._restored:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import operator
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,13 @@ from jaxtp.compile import running_step
 from jaxtp.config.settings import Config, settings
 from jaxtp.errors import BadCheckpoint, TrainingDiverged
 from jaxtp.hardware.clusters import Cluster
+from jaxtp.io.checkpoint_metadata import Summary
 from jaxtp.io.checkpoints import Checkpoints
 from jaxtp.processes.device_health import probe
 from jaxtp.processes.faults import watchdog
+from jaxtp.processes.launch import Launch, read_launch
 from jaxtp.processes.startup import initialize
-from jaxtp.train import run_folder, watch
+from jaxtp.train import elastic, run_folder, watch
 from jaxtp.train.loop import Hooks, fit
 from jaxtp.train.meter import Meter, modelled_line
 from jaxtp.train.metrics import METRICS_FILE
@@ -50,7 +53,8 @@ def run(config: Config, *, say: Callable[[object], None] = print) -> Finished:
     """Trains as the settings say, and goes on where an earlier run in the same folder ended.
 
     Starts JAX (`jaxtp.initialize`): one process per GPU under a launcher, or as many simulated CPU
-    devices as the mesh sizes multiply to where there is no GPU.
+    devices as the mesh sizes multiply to where there is no GPU. With fewer devices than before it
+    goes on as `jaxtp.train.elastic` says.
 
     Args:
         config: The settings, from `jaxtp.config.files.load` or made in Python.
@@ -67,12 +71,17 @@ def run(config: Config, *, say: Callable[[object], None] = print) -> Finished:
         Cluster.parse(config.target)
     checkpoints = Checkpoints(config.run.folder / "checkpoints", keep_last=config.run.keep_last)
     _check_folder(checkpoints, config)
+    found = _adapt(config, checkpoints, say)
+    config = found.config
     initialize(
-        cpu_devices=math.prod(map(abs, config.mesh.sizes.values())),
+        num_processes=found.num_processes,
+        cpu_devices=found.cpu_devices,
         timeout=config.faults.start_timeout,
         heartbeat_timeout=config.faults.heartbeat_timeout,
     )
     speaker = _Speaker(say)
+    if found.line:
+        speaker(found.line)
     with run_folder.hold(config.run.folder, say=speaker):
         _probe(config, speaker)
         setup = prepare(config)
@@ -83,6 +92,19 @@ def run(config: Config, *, say: Callable[[object], None] = print) -> Finished:
     if finished.exit_code:
         speaker("stopped because it was asked to; the same command continues")
     return finished
+
+
+def _adapt(
+    config: Config, checkpoints: Checkpoints, say: Callable[[object], None]
+) -> elastic.Elastic:
+    """The settings on what is left of the processes; one that no mesh needs ends here with 0."""
+    launch = read_launch(Launch())
+    before = Summary.of_newest(checkpoints.folder) if config.run.resume else None
+    found = elastic.adapt(config, before, launch)
+    if launch and launch.process_id and launch.process_id >= (found.num_processes or math.inf):
+        say(f"process {launch.process_id} has nothing to do: {found.line}")
+        sys.exit(0)
+    return found
 
 
 class _Speaker:
@@ -164,7 +186,8 @@ def _check_folder(checkpoints: Checkpoints, config: Config) -> None:
 def _save(checkpoints: Checkpoints, setup: Setup, number: int, state: TrainState) -> None:
     # Batches and random numbers are functions of the seed and the step alone.
     seed = setup.config.seed
-    extra = {"settings": _flat(setup.config), "data": {"seed": seed, "step": number}}
+    data = {"seed": seed, "step": number, **setup.text.digests}
+    extra = {"settings": _flat(setup.config), "data": data}
     checkpoints.save(number, state, plan=setup.plan, extra=extra)
 
 
@@ -184,6 +207,10 @@ def _resume(checkpoints: Checkpoints, setup: Setup, say: _Speaker) -> tuple[int,
     for name, value in _flat(setup.config).items():
         if value != before.get(name) and not name.startswith("run."):
             say(f"  {name} was {before.get(name)}, is {value}")
+    data = restored.extra.get("data", {})
+    for name, value in setup.text.digests.items():
+        if value != data.get(name, value):
+            say(f"  {name} was {data[name]}, is {value}")
     return restored.step, restored.state
 
 

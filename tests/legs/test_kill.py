@@ -46,12 +46,13 @@ class Runs:
         self.root = root
         self.environment = run_folders.make(root, CONFIG, WORDS)
 
-    def start(self, name, *flags):
+    def start(self, name, *flags, folder="", prefix=()):
+        """Starts a run in a folder, by default the one of its own name, where its output goes."""
         (self.root / name).mkdir(exist_ok=True)
-        command = [sys.executable, "scripts/train.py", self.root / "config.json", *flags]
+        command = [*prefix, sys.executable, "scripts/train.py", self.root / "config.json", *flags]
         with (self.root / name / "out").open("w") as out:
             return subprocess.Popen(
-                [*command, "--run.folder", self.root / name],
+                [*command, "--run.folder", self.root / (folder or name)],
                 cwd=ROOT,
                 env=self.environment,
                 stdout=out,
@@ -197,6 +198,13 @@ def test_supervised_run_comes_back_by_itself_and_stops_when_asked(runs):
     wait_until(lambda: "continuing after step" in runs.said(name), runs, name)
     before = runs.steps(name)[-1]
     wait_until(lambda: len(runs.lines(name)) >= before + 3, runs, name)
+    # A second run in the same folder is refused, and changes nothing there.
+    second = runs.start("second", "--steps", "100000", folder=name)
+    assert second.wait() == 75
+    assert f"still lives: process {child_of(process)} on " in runs.said("second")
+    assert f"fix: another run.folder; or end that run (kill {child_of(process)} on " in runs.said(
+        "second"
+    )
     process.send_signal(signal.SIGTERM)
     assert process.wait() == 143, runs.said(name)
     said = runs.said(name)
@@ -206,6 +214,47 @@ def test_supervised_run_comes_back_by_itself_and_stops_when_asked(runs):
     steps = [json.loads(line)["step"] for line in runs.lines(name)]
     assert steps == list(range(1, len(steps) + 1))
     assert runs.steps(name)[-1] == steps[-1]
+
+
+# Real disks: a small one in memory, in a mount namespace of the run's own.
+DISKS = {
+    "full, metrics": (
+        "mount -t tmpfs -o size=64k none $D && head -c 40000 /dev/zero > $D/other",
+        ["--run.checkpoint_every", "0"],
+        ("TP093", "No space left on device", "fix: make room on the disk"),
+    ),
+    "full, checkpoint": (
+        "mount -t tmpfs -o size=200k none $D",
+        [],
+        ("TP090", "cannot be written", "fix: make room on the disk"),
+    ),
+    "read-only": (
+        "mount -t tmpfs -o ro,size=64k none $D",
+        [],
+        ("TP093", "Read-only file system", "fix: mount the disk for writing"),
+    ),
+    "gone": (
+        "(until [ -s $D/metrics.jsonl ]; do sleep 0.1; done; sleep 1; mv $D $D.moved) & true",
+        ["--run.checkpoint_every", "0"],
+        ("TP093", "No such file or directory", "fix: the folder has been moved or deleted"),
+    ),
+}
+
+
+@pytest.mark.parametrize("disk", DISKS)
+def test_a_disk_that_refuses_ends_a_run_for_good(runs, disk):
+    prepare, flags, texts = DISKS[disk]
+    (runs.root / "disk").mkdir(exist_ok=True)
+    script = f'D={runs.root / "disk"}; {prepare}; exec "$@"'
+    prefix = ["unshare", "--map-root-user", "--mount", "bash", "-c", script, "bash"]
+    flags = [*flags, "--run.max_restarts", "3", "--steps", "100000"]
+    process = runs.start("disk-out", *flags, folder="disk", prefix=prefix)
+    assert process.wait(120) == 2, runs.said("disk-out")
+    said = runs.said("disk-out")
+    assert all(text in said for text in texts), said
+    assert "follows in" not in said  # no restart
+    assert "Traceback" not in said
+    assert ("make room" in said) == ("full" in disk)
 
 
 def test_run_goes_on_in_pipeline_stages(runs):

@@ -306,6 +306,68 @@ def test_supervised_processes_start_again_after_one_is_killed(runs, together):
     assert set(differences(together, runs.metrics("again")).values()) == {0}
 
 
+def test_a_run_goes_on_with_the_nodes_that_are_left(runs):
+    """Four processes, three after one is lost, then four again: the curve is that of four."""
+    flags = ["--mesh.tp", "2", "--mesh.dp", "4", "--batch.size", "12"]
+    flags += ["--steps", "12", "--run.checkpoint_every", "2", "--run.eval_windows", "12"]
+    environment = [{"JAX_NUM_CPU_DEVICES": "2"}] * 4
+    (code, _, err), *_ = finish(
+        runs.train("calm", *flags, count=4, each=environment, more=[()] * 4, cwds=[ROOT] * 4),
+        limit=400,  # four processes compile it
+    )
+    assert code == 0, err
+
+    def start(count):
+        arguments = {"more": [()] * 4, "cwds": [ROOT] * 4}
+        return runs.train("elastic", *flags, count=count, each=environment, **arguments)
+
+    def lose_one(processes, lost, step):
+        while len(runs.metrics("elastic")) < step:
+            time.sleep(0.05)
+            assert processes[0].poll() is None, processes[0].communicate()
+        processes[lost].kill()
+        results = finish(processes)
+        assert [code for i, (code, _, _) in enumerate(results) if i != lost] == [75] * (
+            len(processes) - 1
+        )
+        names = [path.name for path in (runs.root / "elastic" / "checkpoints").iterdir()]
+        return results[0][1], max(int(name) for name in names if name.isdigit())
+
+    _, newest = lose_one(start(4), 3, 4)
+    saved = [newest]
+    out, newest = lose_one(start(3), 1, 7)
+    assert "6 of 8 devices are there: continuing on 6, mesh dp=3, tp=2; the batch stays 12 =" in out
+    assert "  mesh.dp was 4, is 3\n" in out
+    continued = [int(out.partition("continuing after step ")[2].split()[0])]
+    saved.append(newest)
+    results = finish(start(4))
+    assert [code for code, _, _ in results] == [0] * 4, results[0][2]
+    out = results[0][1]
+    assert "devices are there" not in out
+    assert "  mesh.dp was 3, is 4\n" in out
+    continued.append(int(out.partition("continuing after step ")[2].split()[0]))
+    assert continued == saved
+    found = differences(runs.metrics("calm"), runs.metrics("elastic"))
+    print(f"4 processes, 3 after step {saved[0]}, 4 after step {saved[1]}:", found)  # noqa: T201
+    assert found["loss"] < 1e-5
+    assert found["validation_loss"] < 1e-5
+
+
+def test_a_process_that_no_mesh_needs_ends_and_the_others_go_on(runs, together):
+    shutil.copytree(runs.root / "together", runs.root / "spare")
+    environment = [{"JAX_NUM_CPU_DEVICES": "2"}] * 3
+    results = finish(
+        runs.train(
+            "spare", "--steps", "8", count=3, each=environment, more=[()] * 3, cwds=[ROOT] * 3
+        )
+    )
+    assert [code for code, _, _ in results] == [0] * 3, results[0][2]
+    line = "6 of 8 devices are there: continuing on 4, mesh dp=2, tp=2; the batch stays 4 = 2 x 1 "
+    assert line in results[0][1]
+    assert f"process 2 has nothing to do: {line}" in results[2][1]
+    assert [line["step"] for line in runs.metrics("spare")] == list(range(1, 9))
+
+
 def test_open_mpi_is_left_to_jax(runs):
     launcher = {
         "OMPI_MCA_orte_hnp_uri": f"{random.randrange(4096)}.0;tcp://127.0.0.1:9",
