@@ -356,7 +356,9 @@ def main(options: Options) -> None:
     for row in rows:
         peer, best = best_peer(row)
         ours = row["jaxtp"]["wire_bytes"]
-        reached = ours <= min(best, REACHED * with_form(row))
+        # Without the expert's plan the best peer would be no measure.
+        is_measured = "error" not in row["peers"]["expert"]
+        reached = is_measured and ours <= min(best, REACHED * with_form(row))
         console.print(
             f"{'reached    ' if reached else 'NOT REACHED'}  {row['model']}: "
             f"{ours / row['floor_bytes']:.3f}x the floor, {ours / with_form(row):.3f}x of it with "

@@ -2,7 +2,10 @@
 
 import dataclasses
 import json
+import os
 import re
+import subprocess
+import sys
 
 import jax
 import pytest
@@ -98,6 +101,18 @@ def test_the_command_compiles_what_a_config_file_says(capsys, tmp_path):
     ):
         assert text in out
     assert "MFU" in out
+
+
+def test_nothing_is_printed_before_the_report():
+    """Where there is the GPU compiler and neither GPU nor CUDA, as a user's shell calls it."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("JAX", "XLA", "TF_"))}
+    command = [sys.executable, "-m", "jaxtp.cli.commands", "preflight", "--model", "llama-tiny"]
+    sizes = ["--tp", "2", "--batch", "2", "--seq", "32", "--layers", "1", "--target", "h100:1x2"]
+    ran = subprocess.run(
+        [*command, *sizes], env=environment, capture_output=True, text=True, check=True
+    )
+    assert ran.stderr == ""
+    assert ran.stdout.startswith("preflight     h100:1x2, mesh tp=2;")
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 
 import difflib
 import importlib
+import os
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +24,12 @@ COMMANDS: Mapping[str, str] = {
     "errors": "errors_command",
 }
 """Name of the command -> the module of this room that holds a function of that name."""
+
+ON_DEVICES = ("train", "quickstart", "probe")
+"""Commands that compute; the others read, plan and compile for machines that are not there."""
+
+COMPILES = ("preflight", "search")
+"""Commands that start JAX in this process too, to ask the compiler which options it knows."""
 
 READS_WORDS = ("train",)
 """Commands that read the command line themselves, and return an exit code."""
@@ -50,6 +58,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _run(args: Sequence[str]) -> int:
     name = args[0] if args else ""
+    if name not in ON_DEVICES:
+        _keep_to_the_host(start=name in COMPILES)
     if name in READS_WORDS:
         return command(name)(args[1:])
     if name and not name.startswith("-") and name not in COMMANDS:
@@ -63,6 +73,36 @@ def _run(args: Sequence[str]) -> int:
         app.command(command(one), name=one)
     app.cli(prog="jaxtp", description=__doc__, args=args)
     return 0
+
+
+def _keep_to_the_host(*, start: bool) -> None:
+    """Starts no GPU, of which nothing is asked.
+
+    Where the CUDA plugin is installed for its compiler and CUDA is not, JAX would else print a
+    traceback about cuDNN or cuFFT, and XLA that it found no driver, which it does in jaxlib 0.10
+    whatever the log level: so what JAX prints while it starts is kept for when it fails.
+
+    Args:
+        start: Whether the command starts JAX.
+    """
+    if "jax" in sys.modules:
+        return
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
+    if not start:
+        return
+    with tempfile.TemporaryFile() as kept:
+        terminal = os.dup(2)
+        os.dup2(kept.fileno(), 2)
+        try:
+            importlib.import_module("jax").devices()
+        except BaseException:
+            kept.seek(0)
+            os.write(terminal, kept.read())
+            raise
+        finally:
+            os.dup2(terminal, 2)
+            os.close(terminal)
 
 
 if __name__ == "__main__":
