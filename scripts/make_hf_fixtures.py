@@ -79,6 +79,47 @@ MODELS = {
     "mixtral": transformers.MixtralConfig(
         **ROTARY, num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_local_experts=4
     ),
+    # Caps and windows small enough to be felt by 16 tokens.
+    "gemma2": transformers.Gemma2Config(
+        **ROTARY,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        query_pre_attn_scalar=12,
+        sliding_window=5,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=5.0,
+    ),
+    "gemma3_text": transformers.Gemma3TextConfig(
+        **ROTARY,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=10,
+        query_pre_attn_scalar=9,
+        sliding_window=6,
+        sliding_window_pattern=3,
+        rope_theta=5000.0,
+        rope_local_base_freq=100.0,
+        rope_scaling={"rope_type": "linear", "factor": 8.0},
+    ),
+    "phi3": transformers.Phi3Config(
+        **ROTARY,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        partial_rotary_factor=0.75,
+        sliding_window=9,
+        pad_token_id=0,
+    ),
+    "olmo2": transformers.Olmo2Config(**ROTARY, num_attention_heads=8, num_key_value_heads=4),
+    "smollm3": transformers.SmolLM3Config(
+        **ROTARY,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        no_rope_layer_interval=2,
+        use_sliding_window=True,
+        sliding_window=5,
+        pad_token_id=0,
+    ),
 }
 """Family -> config."""
 
@@ -90,13 +131,13 @@ def make(family: str) -> None:
     """Writes one fixture: the checkpoint, tokens and their logits."""
     folder = FIXTURES / family
     shutil.rmtree(folder, ignore_errors=True)
-    torch.manual_seed(sorted(MODELS).index(family))
+    torch.manual_seed(list(MODELS).index(family))
     model = transformers.AutoModelForCausalLM.from_config(MODELS[family]).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # About the size that keeps activations at one; norms around their neutral value.
             neutral = 1.0 if "norm" in name or ".ln_" in name else 0.0
-            neutral *= name.endswith("weight") and family != "gemma"
+            neutral *= name.endswith("weight") and not family.startswith("gemma")
             spread = 0.2 if parameter.ndim == 1 else parameter.shape[-1] ** -0.5
             parameter.copy_(neutral + spread * torch.randn_like(parameter))
     model = model.to(torch.bfloat16 if family in BF16 else torch.float32)
@@ -137,10 +178,12 @@ def main() -> None:
     """Makes or checks all fixtures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="check save_hf against transformers")
-    if parser.parse_args().check:
+    parser.add_argument("families", nargs="*", default=list(MODELS), help="default: all")
+    arguments = parser.parse_args()
+    if arguments.check:
         # A list: every family is checked and printed.
-        raise SystemExit(not all([check(family) for family in MODELS]))
-    for family in MODELS:
+        raise SystemExit(not all([check(family) for family in arguments.families]))
+    for family in arguments.families:
         make(family)
         size = sum(file.stat().st_size for file in (FIXTURES / family).iterdir())
         print(f"{family}: {size:,} bytes")

@@ -26,7 +26,7 @@ from jaxtp.models import (
     cross_entropy,
     generate,
 )
-from jaxtp.models.layers import attend, rotary
+from jaxtp.models.attention import attend, rotary
 from jaxtp.models.llama import rotary_frequencies
 from jaxtp.plan.decisions import Plan
 

@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding
 from numpy.typing import NDArray
 
 from jaxtp.io.safetensors import Box, Tensor, read_box
-from jaxtp.models.names import Storage
+from jaxtp.models.published import Storage
 from jaxtp.placement.train_state import Slot
 from jaxtp.plan.stored_form import Padding
 from jaxtp.plan.trees import Spec, partition_spec

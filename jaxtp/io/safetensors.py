@@ -7,10 +7,10 @@ with SIGBUS, and NumPy has no bfloat16 there. Reads here are `preadv` straight i
 """
 
 import dataclasses
+import functools
 import json
 import math
 import os
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxtp.errors import BadWeights, join
+from jaxtp.io.json_text import open_regular, parse_object
 
 LONGEST_HEADER = 100_000_000
 """Bytes; the limit of the reference implementation."""
@@ -76,11 +77,16 @@ class Tensor:
     @property
     def num_bytes(self) -> int:
         """Bytes of the whole tensor."""
-        return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
+        return math.prod(self.shape) * _itemsize(self.dtype)
 
     def bad(self, what: str, fix: str = "download the file again") -> BadWeights:
         """An error about this tensor."""
         return BadWeights(f"tensor {self.name!r} {what}", where=str(self.file), fix=fix)
+
+
+@functools.cache
+def _itemsize(dtype: str) -> int:
+    return jnp.dtype(dtype).itemsize
 
 
 def read_header(file: Path) -> dict[str, Tensor]:
@@ -113,33 +119,19 @@ def _header_json(file: Path) -> tuple[dict[str, Any], int, int]:
     def fail(what: str) -> BadWeights:
         return BadWeights(what, where=str(file), fix="download the file again")
 
+    with os.fdopen(open_regular(file), "rb") as stream:
+        size = os.fstat(stream.fileno()).st_size
+        length = int.from_bytes(stream.read(8), "little")
+        # Checked before it is read: a hostile length must not become an allocation.
+        if not 2 <= length <= min(LONGEST_HEADER, size - 8):
+            raise fail(
+                f"a header of {length} bytes in a file of {size}: truncated, or no safetensors"
+            )
+        text = stream.read(length)
     try:
-        with file.open("rb") as stream:
-            size = os.fstat(stream.fileno()).st_size
-            length = int.from_bytes(stream.read(8), "little")
-            # Checked before it is read: a hostile length must not become an allocation.
-            if not 2 <= length <= min(LONGEST_HEADER, size - 8):
-                raise fail(
-                    f"a header of {length} bytes in a file of {size}: truncated, or no safetensors"
-                )
-            text = stream.read(length)
-    except OSError as err:
-        raise fail(f"cannot be read: {err.strerror}") from None
-    try:
-        header = json.loads(text, object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as err:
-        raise fail(f"the header is no JSON: {err}") from None
-    if not isinstance(header, dict):
-        raise fail("the header is no JSON object")
-    return header, 8 + length, size
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        counts = Counter(name for name, _ in pairs)
-        raise ValueError(f"twice in one object: {join(n for n, c in counts.items() if c > 1)}")
-    return found
+        return parse_object(text), 8 + length, size
+    except ValueError as err:
+        raise fail(f"the header {err}") from None
 
 
 def _tensor(file: Path, name: str, entry: Any, start: int, size: int) -> Tensor:

@@ -14,11 +14,12 @@ width.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Jaxpr, subjaxprs
 from jax.sharding import PartitionSpec
@@ -31,6 +32,9 @@ from jaxtp.mesh.axes import Axis, Shards
 from jaxtp.plan.stages import Stages
 from jaxtp.plan.trees import PyTree
 
+Rows = Mapping[str, Any]
+"""What differs between layers and is no parameter, NumPy arrays `(layers, ...)` by name."""
+
 Layer = Callable[[jax.Array, PyTree, Context], jax.Array]
 """`(x, parameters of one layer, context) -> x`."""
 
@@ -42,6 +46,7 @@ def scan_layers(
     *,
     context: Context | None = None,
     remat: str = "none",
+    rows: Rows | None = None,
 ) -> jax.Array:
     """The residual stream behind stacked layers: `lax.scan`, or a pipeline where the plan has one.
 
@@ -52,6 +57,8 @@ def scan_layers(
         params: Stacked, `(layers, ...)` everywhere; in stages as the plan stores them.
         context: Arrays `(batch or 1, ...)`, the same for all layers; None entries are passed on.
         remat: Key of `jaxtp.remat.REMAT`; stage without stages is block_outputs.
+        rows: What differs between layers and is no parameter, `(layers, ...)`, in the layers' own
+            order; a layer finds its row in the context.
 
     Raises:
         BadConfig: TP020, if `remat` names no policy.
@@ -62,12 +69,15 @@ def scan_layers(
     if policies.layer is not None:
         # A scan body is compiled on its own, so XLA cannot merge recomputation with the first run.
         body = jax.checkpoint(body, policy=policies.layer, prevent_cse=False)
-    context = context or {}
+    context, rows = context or {}, rows or {}
     if active is None or active.stages is None:
-        return jax.lax.scan(lambda x, row: (body(x, row, context), None), x_BTD, params)[0]
-    return _in_stages(
-        _Pipeline(body, policies.chunk, active, active.stages), x_BTD, params, context
-    )
+
+        def step(x: jax.Array, layer: tuple[PyTree, Rows]) -> tuple[jax.Array, None]:
+            return body(x, layer[0], {**context, **layer[1]}), None
+
+        return jax.lax.scan(step, x_BTD, (params, rows))[0]
+    pipe = _Pipeline(body, policies.chunk, active, active.stages, rows)
+    return _in_stages(pipe, x_BTD, params, context)
 
 
 def runs_in_stages(jaxpr: Jaxpr, axis: str) -> bool:
@@ -87,12 +97,14 @@ class _Pipeline:
         keep: Policy of what a tick keeps.
         active: The plan in force around the stages.
         stages: Its stages.
+        rows: See `scan_layers`.
     """
 
     layer: Layer
     keep: Policy
     active: ActivePlan
     stages: Stages
+    rows: Rows
 
     @property
     def axis(self) -> str:
@@ -114,6 +126,14 @@ class _Pipeline:
         if self.manual_batch:
             shape = shape.without(Axis.that_shard(Shards.BATCH))
         return dataclasses.replace(self.active, shape=shape, stages=None)
+
+    def own_rows(self, stage: jax.Array) -> dict[str, jax.Array]:
+        """The rows of a stage's layers, (rounds, layers, ...); what no layer has is arbitrary."""
+        stages = self.stages
+        counts = np.array(stages.layers).reshape(-1)  # round after round
+        first = (np.cumsum(counts) - counts).reshape(stages.num_rounds, stages.num_stages)
+        layer = np.minimum(first[..., None] + np.arange(stages.block), counts.sum() - 1)
+        return {name: jnp.asarray(rows[layer])[:, stage] for name, rows in self.rows.items()}
 
     def split(self, x: jax.Array) -> jax.Array:
         """Inside a stage: (R, M, B, ...) of `(batch, ...)`, (1, 1, 1, ...) of one row for all."""
@@ -172,7 +192,7 @@ def _stage(pipe: _Pipeline, x_SBTD: jax.Array, params: PyTree, context: Context)
     stage, last = jax.lax.axis_index(axis), stages.num_stages - 1
     ring = [(s, (s + 1) % stages.num_stages) for s in range(stages.num_stages)]
     cut = (stages.num_rounds, stages.block)
-    chunks = jax.tree.map(lambda w: w.reshape(*cut, *w.shape[1:]), params)
+    chunks = jax.tree.map(lambda w: w.reshape(*cut, *w.shape[1:]), params), pipe.own_rows(stage)
     x_RMBTD = pipe.split(x_SBTD[0])
     context = jax.tree.map(pipe.split, context)
 
@@ -239,9 +259,9 @@ def _chunk(
     def run(x_BTD: jax.Array, chunks: PyTree, context: Context, order: _Orders) -> jax.Array:
         own = jax.tree.map(lambda c: _take(c, order.micro), dict(context))
 
-        def layer(x_BTD: jax.Array, row: PyTree) -> tuple[jax.Array, None]:
+        def layer(x_BTD: jax.Array, row: tuple[PyTree, Rows]) -> tuple[jax.Array, None]:
             x_BTD = checkpoint_name(constrain(x_BTD, "residual"), LAYER_INPUT)
-            return constrain(pipe.layer(x_BTD, row, own), "residual"), None
+            return constrain(pipe.layer(x_BTD, row[0], {**own, **row[1]}), "residual"), None
 
         # Branches, not masks: a stage with fewer layers, or without a micro-batch, is done earlier.
         # Between two counts that occur a chunk has all layers or none, so one branch serves them.

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Mapping
-from typing import ClassVar, Literal, Protocol, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +19,10 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxtp.activations.by_name import ActivePlan, active_plan, constrain
-from jaxtp.errors import JaxtpWarning, NotInterleaved, SizeMismatch
+from jaxtp.errors import JaxtpWarning, NotInterleaved, SizeMismatch, join
 from jaxtp.layers import interleaving, stacked
 from jaxtp.layers.recomputation import BLOCK_OUTPUT, remat_of
+from jaxtp.models.bounds import Depth, Width, check_bounds
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,22 +30,22 @@ class DecoderConfig:
     """Settings of every decoder; names are those of Hugging Face configs where these have one.
 
     Raises:
-        BadConfig: TP020, if `remat` names no policy.
+        BadConfig: TP020, if `remat` names no policy or a number is out of its bounds.
     """
 
     masks_padding: ClassVar[bool] = True
     """The models ignore logits beyond the vocabulary, which a plan may have padded."""
 
-    vocab_size: int
+    vocab_size: Width
     """Rows of the embedding and columns of the head."""
 
-    hidden_size: int
+    hidden_size: Width
     """Width of the residual stream."""
 
-    num_hidden_layers: int
+    num_hidden_layers: Depth
     """Number of blocks."""
 
-    num_attention_heads: int
+    num_attention_heads: Depth
     """Number of query heads."""
 
     dtype: str = "bfloat16"
@@ -64,11 +65,37 @@ class DecoderConfig:
     activations."""
 
     def __post_init__(self) -> None:
+        check_bounds(self)
         remat_of(self.remat)
 
 
-class Decoder(Protocol):
-    """What the loss, decoding and the train loop need of a model."""
+class Decoder(nnx.Module):
+    """What every model of this package is: hidden states, then scores over the vocabulary.
+
+    Parameters are in `config.param_dtype`, activations and logits in `config.dtype`; take losses
+    with `cross_entropy`, which sums in fp32.
+
+    Attributes:
+        config: Its sizes and options, a `DecoderConfig`.
+    """
+
+    config: Any
+
+    def __call__(
+        self,
+        tokens_BT: jax.Array,
+        positions_BT: jax.Array | None = None,
+        segment_ids_BT: jax.Array | None = None,
+    ) -> jax.Array:
+        """Scores of the next token at every position, (batch, tokens, vocab).
+
+        Args:
+            tokens_BT: Token ids.
+            positions_BT: Position of each token, (batch or 1, tokens); default: 0, 1, ...
+            segment_ids_BT: Which document each token belongs to; attention stays inside one.
+                Default: one document.
+        """
+        return self.logits(self.hidden(tokens_BT, positions_BT, segment_ids_BT))
 
     def hidden(
         self,
@@ -76,12 +103,12 @@ class Decoder(Protocol):
         positions_BT: jax.Array | None = None,
         segment_ids_BT: jax.Array | None = None,
     ) -> jax.Array:
-        """Final normed hidden states, (batch, tokens, hidden size)."""
-        ...
+        """Final normed hidden states, (batch, tokens, hidden size); arguments as for a call."""
+        raise NotImplementedError
 
     def logits(self, h_BTD: jax.Array) -> jax.Array:
-        """Scores over the vocab, (batch, tokens, vocab)."""
-        ...
+        """Scores over the vocab from final hidden states, (batch, tokens, vocab)."""
+        raise NotImplementedError
 
 
 def residual_init(num_layers: int) -> jax.nn.initializers.Initializer:
@@ -95,10 +122,16 @@ def residual_init(num_layers: int) -> jax.nn.initializers.Initializer:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Branch:
-    """`x + block(norm(x))`: half a layer, in by column products and out by one row product."""
+    """`x + post_norm(block(norm(x)))`: half a layer; a norm without a name is left out.
+
+    A block takes its input by column products and gives its output by one row product.
+    """
 
     norm: str
-    """Attribute of the layer that holds the norm."""
+    """Attribute of the layer that holds the norm of the block's input."""
+
+    post_norm: str = ""
+    """Attribute of the layer that holds the norm of the block's output."""
 
     block: str
     """Attribute of the layer that holds the block: attention or MLP."""
@@ -113,20 +146,30 @@ class Branch:
 class Layer(nnx.Module):
     """A layer is its residual branches, one after the other."""
 
-    branches: ClassVar[tuple[Branch, ...]]
+    @property
+    def branches(self) -> tuple[Branch, ...]:
+        """In the order in which they run."""
+        raise NotImplementedError
 
     def __call__(self, x_BTD: jax.Array, context: Mapping[str, jax.Array | None]) -> jax.Array:
         """The residual stream after this layer, (batch, tokens, hidden size)."""
         for branch in self.branches:
             block = getattr(self, branch.block)
             taken = {name: context[name] for name in branch.takes}
-            out_BTD = block(normed(getattr(self, branch.norm), x_BTD), **taken)
-            out_BTD = checkpoint_name(constrain(out_BTD, "residual"), BLOCK_OUTPUT)
+            norm = getattr(self, branch.norm) if branch.norm else _same
+            out_BTD = constrain(block(normed(norm, x_BTD), **taken), "residual")
+            if branch.post_norm:
+                out_BTD = constrain(getattr(self, branch.post_norm)(out_BTD), "residual")
+            out_BTD = checkpoint_name(out_BTD, BLOCK_OUTPUT)
             x_BTD = x_BTD + out_BTD
         return x_BTD
 
 
 AnyLayer = TypeVar("AnyLayer", bound=nnx.Module)
+
+
+def _same(x: jax.Array) -> jax.Array:
+    return x
 
 
 def stack_layers(make: Callable[[nnx.Rngs], AnyLayer], num_layers: int, rngs: nnx.Rngs) -> AnyLayer:
@@ -135,7 +178,11 @@ def stack_layers(make: Callable[[nnx.Rngs], AnyLayer], num_layers: int, rngs: nn
 
 
 def scan_layers(
-    layers: Layer, x_BTD: jax.Array, context: Mapping[str, jax.Array | None], remat: str
+    layers: Layer,
+    x_BTD: jax.Array,
+    context: Mapping[str, jax.Array | None],
+    remat: str,
+    rows: stacked.Rows | None = None,
 ) -> jax.Array:
     """Runs stacked layers one after the other; compile time does not grow with depth.
 
@@ -148,10 +195,12 @@ def scan_layers(
         x_BTD: The residual stream in front of the first layer.
         context: What blocks take beside their input, (batch or 1, ...), the same for all layers.
         remat: Key of `jaxtp.remat.REMAT`.
+        rows: What differs between layers and is no parameter, (layers, ...), by name.
     """
     active = active_plan()
     if active is not None and active.interleave and active.shape.tp_size > 1:
         try:
+            _check_alike(layers, rows)
             return _interleave(layers, x_BTD, context, remat, active)
         except NotInterleaved as obstacle:
             warnings.warn(str(obstacle), JaxtpWarning, stacklevel=3)
@@ -162,7 +211,18 @@ def scan_layers(
     ) -> jax.Array:
         return nnx.merge(graph, params)(x_BTD, context)
 
-    return stacked.scan_layers(layer, x_BTD, params, context=context, remat=remat)
+    return stacked.scan_layers(layer, x_BTD, params, context=context, remat=remat, rows=rows)
+
+
+def _check_alike(layers: Layer, rows: stacked.Rows | None) -> None:
+    if rows:
+        raise NotInterleaved(
+            f"layers differ in {join(sorted(rows))}", where="layers", fix='overlap="off"'
+        )
+    if any(branch.post_norm or not branch.norm for branch in layers.branches):
+        raise NotInterleaved(
+            "blocks have norms at their outputs", where="layers", fix='overlap="off"'
+        )
 
 
 def _interleave(
@@ -212,52 +272,6 @@ def normed(norm: Callable[[jax.Array], jax.Array], x_BTD: jax.Array) -> jax.Arra
     # Placed twice: norms compute in fp32 and cast at their end. Without the first constraint XLA
     # gathers before the cast, and twice the bytes cross the wire.
     return constrain(constrain(norm(x_BTD), "residual"), "block_input")
-
-
-def attend(
-    q_BTNH: jax.Array,
-    k_BTKH: jax.Array,
-    v_BTKH: jax.Array,
-    segment_ids_BT: jax.Array | None,
-    implementation: Literal["xla", "cudnn"],
-    window: int | None = None,
-) -> jax.Array:
-    """Causal attention with grouped key/value heads, (batch, tokens, query heads, head width).
-
-    A token sees itself and earlier tokens of its own segment, the last `window` of them if there is
-    a window. Query head n uses kv head n // (N / K).
-    """
-    num_heads, num_kv_heads = q_BTNH.shape[2], k_BTKH.shape[2]
-    units = (num_kv_heads, num_heads // num_kv_heads)
-    q_BTNH = constrain(q_BTNH, "heads", units)
-    k_BTKH, v_BTKH = constrain(k_BTKH, "kv_heads"), constrain(v_BTKH, "kv_heads")
-    mask_B1TT = None
-    if segment_ids_BT is not None:
-        mask_B1TT = segment_ids_BT[:, None, :, None] == segment_ids_BT[:, None, None, :]
-    out_BTNH = jax.nn.dot_product_attention(
-        q_BTNH,
-        k_BTKH,
-        v_BTKH,
-        mask=mask_B1TT,
-        is_causal=True,
-        local_window_size=None if window is None else (window - 1, 0),
-        implementation=implementation,
-    )
-    return constrain(out_BTNH, "heads", units)
-
-
-def rotary(x_BTNH: jax.Array, angles_BTH: jax.Array) -> jax.Array:
-    """Rotates pairs (i, i + H/2) of each head by their token's angles, in fp32; like `x`.
-
-    Halves rather than neighbours, as Hugging Face checkpoints are stored.
-
-    Args:
-        x_BTNH: Queries or keys.
-        angles_BTH: Radians, (batch or 1, tokens, head width / 2).
-    """
-    cos, sin = jnp.cos(angles_BTH)[:, :, None, :], jnp.sin(angles_BTH)[:, :, None, :]
-    a, b = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTNH.dtype)
 
 
 def default_positions(tokens_BT: jax.Array) -> jax.Array:

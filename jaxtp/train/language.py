@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtp.models import GPT, Llama
+from jaxtp.models import Decoder
 from jaxtp.models.layers import token_nats
 from jaxtp.plan.trees import PyTree
 
@@ -24,7 +24,7 @@ class NextToken:
         graph: `nnx.split(model)[0]`.
     """
 
-    graph: nnx.GraphDef[Llama | GPT]
+    graph: nnx.GraphDef[Decoder]
 
     def total(self, params: PyTree, batch: Batch) -> jax.Array:
         """Nats of all predictions that count, a float32 scalar."""

@@ -5,11 +5,11 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
 
 from jaxtp.errors import BadWeights, Problems, join
+from jaxtp.io.json_text import read_json
 from jaxtp.io.safetensors import Tensor, read_header
 
 CONFIG = "config.json"
@@ -18,27 +18,6 @@ INDEX = "model.safetensors.index.json"
 
 Tensors = dict[str, tuple[str, tuple[int, ...]]]
 """Name -> (NumPy name of the type, shape in elements)."""
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file.
-
-    Raises:
-        BadWeights: TP095, if there is none.
-    """
-    try:
-        content = json.loads(file.read_bytes())
-    except OSError as err:
-        raise BadWeights(
-            f"cannot be read: {err.strerror}",
-            where=str(file),
-            fix="give the folder that has config.json and *.safetensors",
-        ) from None
-    except (ValueError, RecursionError) as err:
-        raise _bad(file, f"is no JSON: {err}") from None
-    if not isinstance(content, dict):
-        raise _bad(file, "is no JSON object")
-    return content
 
 
 def read_folder(folder: Path) -> dict[str, Tensor]:

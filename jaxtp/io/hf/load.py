@@ -6,6 +6,7 @@ that its devices hold, and no others.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,17 +19,18 @@ from numpy.typing import NDArray
 
 from jaxtp.errors import BadWeights, Problems, join
 from jaxtp.io.assemble import Source, assemble
-from jaxtp.io.hf.config import read_fields
-from jaxtp.io.hf.files import CONFIG, read_folder, read_json
+from jaxtp.io.hf.config import family_of, read_fields
+from jaxtp.io.hf.files import CONFIG, read_folder
+from jaxtp.io.json_text import read_json
 from jaxtp.io.progress import byte_bar
 from jaxtp.io.safetensors import Tensor
 from jaxtp.mesh.build import auto_context, plan_mesh
-from jaxtp.models import GPT, Llama, abstract
-from jaxtp.models.names import BUFFERS, HEAD, Storage, storage, table_of
+from jaxtp.models import Decoder, abstract
+from jaxtp.models.published import BUFFERS, HEAD, Storage, Stored, storages
 from jaxtp.placement.arrays import plan_for
 from jaxtp.placement.train_state import slots
 from jaxtp.plan.decisions import Plan
-from jaxtp.plan.trees import PyTree, flatten, map_with_path
+from jaxtp.plan.trees import flatten, map_with_path
 
 FLOATS = ("float32", "bfloat16", "float16")
 """Types that weights may have; quantised checkpoints are not supported."""
@@ -50,7 +52,7 @@ def load_hf(
     attention_implementation: Literal["xla", "cudnn"] = "xla",
     progress: bool = True,
     **options: Any,
-) -> tuple[Llama | GPT, nnx.State]:
+) -> tuple[Decoder, nnx.State]:
     """The model in a Hugging Face folder, its parameters placed on the mesh.
 
     Args:
@@ -90,7 +92,8 @@ def load_hf(
         attention_implementation=attention_implementation,
     )
     model = abstract(config)
-    sources = _match(model, stored, folder, any_float=param_dtype is not None)
+    names = family_of(fields, str(folder / CONFIG))[1].names
+    sources = _match(model, names, stored, folder, any_float=param_dtype is not None)
     if plan is None:
         options = {"config": config, **options}
     plan = plan_for(model, mesh, plan, options)
@@ -121,22 +124,29 @@ def _file_dtype(fields: Mapping[str, Any], stored: Mapping[str, Tensor], where: 
 
 
 def _match(
-    model: PyTree, stored: Mapping[str, Tensor], folder: Path, *, any_float: bool
+    model: Decoder,
+    names: Mapping[str, Stored],
+    stored: Mapping[str, Tensor],
+    folder: Path,
+    *,
+    any_float: bool,
 ) -> dict[str, Source]:
     """Which tensors each parameter is made of; every tensor is used, or known not to be needed."""
-    table, problems = table_of(model.config), Problems()
-    stored = _with_prefix(stored, next(iter(table.values())).name.partition(".")[0] + ".")
+    problems = Problems()
+    stored = _with_prefix(stored, next(iter(names.values())).name.partition(".")[0] + ".")
     sources: dict[str, Source] = {}
     wanted: set[str] = set()
-    for path, param in flatten(model).items():
-        how = storage(table[path], param.shape)
+    hows = storages(names, {path: param.shape for path, param in flatten(model).items()})
+    _check_count(hows, stored, folder)
+    for path, how in hows.items():
         sources[path] = Source(np.empty(how.stack, object), how)
         for index in np.ndindex(how.stack):
-            name = table[path].name.format(*index)
+            name = names[path].name.format(*index)
             wanted.add(name)
             if name in stored:
-                sources[path].tensors[index] = stored[name]
-                _check(stored[name], how, model.config.param_dtype, problems, any_float=any_float)
+                tensor = stored[name]
+                _check(tensor, how, model.config.param_dtype, problems, any_float=any_float)
+                sources[path].tensors[index] = _part(tensor, how)
         _check_alike(sources[path].tensors, problems)
     if missing := sorted(wanted - stored.keys()):
         what = f"{len(missing)} tensors are missing: {join(missing)}"
@@ -148,6 +158,27 @@ def _match(
         problems.add(BadWeights(what, where=files, fix=TWO_MODELS))
     problems.raise_any()
     return sources
+
+
+def _check_count(hows: Mapping[str, Storage], stored: Mapping[str, Tensor], folder: Path) -> None:
+    """Refuses a config of far more layers or experts than the files hold, before they are listed.
+
+    Raises:
+        BadWeights: TP095, if the config asks for that many.
+    """
+    asked = sum(math.prod(how.stack) for how in hows.values())
+    if asked > 2 * len(stored) + 10_000:
+        raise BadWeights(
+            f"the config asks for {asked:,} tensors, the files hold {len(stored):,}",
+            where=str(folder),
+            fix=TWO_MODELS,
+        )
+
+
+def _part(tensor: Tensor, how: Storage) -> Tensor:
+    """The rows of a tensor that are one parameter: they lie together."""
+    before = how.first * math.prod(how.shape[1:]) * jnp.dtype(tensor.dtype).itemsize
+    return dataclasses.replace(tensor, shape=how.shape, start=tensor.start + before)
 
 
 def _with_prefix(stored: Mapping[str, Tensor], prefix: str) -> Mapping[str, Tensor]:
@@ -163,10 +194,10 @@ def _with_prefix(stored: Mapping[str, Tensor], prefix: str) -> Mapping[str, Tens
 def _check(
     tensor: Tensor, how: Storage, param_dtype: str, problems: Problems, *, any_float: bool
 ) -> None:
-    if tensor.shape != how.shape:
+    if tensor.shape != how.whole:
         problems.add(
             tensor.bad(
-                f"has shape {list(tensor.shape)}, the config asks for {list(how.shape)}",
+                f"has shape {list(tensor.shape)}, the config asks for {list(how.whole)}",
                 TWO_MODELS,
             )
         )

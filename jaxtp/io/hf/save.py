@@ -17,12 +17,14 @@ from numpy.typing import NDArray
 
 from jaxtp.errors import BadCheckpoint, BadConfig, PlanMismatch, join
 from jaxtp.io.hf.config import RUNTIME, read_fields, write_fields
-from jaxtp.io.hf.files import CONFIG, Tensors, num_bytes, read_json, split_files, write_index
+from jaxtp.io.hf.files import CONFIG, Tensors, num_bytes, split_files, write_index
+from jaxtp.io.json_text import read_json
 from jaxtp.io.progress import byte_bar
 from jaxtp.io.safetensors import write_file, write_order
 from jaxtp.mesh.build import auto_context
 from jaxtp.models import Config, abstract
-from jaxtp.models.names import Storage, storage, table_of
+from jaxtp.models.published import Storage, Stored, storages
+from jaxtp.models.registry import FAMILIES
 from jaxtp.plan.decisions import Plan
 from jaxtp.plan.trees import PyTree, canonical, flatten, leaves, parameters
 
@@ -80,7 +82,8 @@ def save_hf(
             fix="save_hf(model, ...), or save_hf(params, ..., config=model.config)",
         )
     fields = _fields(config, like)
-    fetches, tensors = _tensors(config, dict(leaves(tree)), plan)
+    names = FAMILIES[fields["model_type"]].names
+    fetches, tensors = _tensors(config, names, dict(leaves(tree)), plan)
     files = split_files(tensors, file_bytes)
     total = sum(num_bytes(*tensor) for tensor in tensors.values())
     with (
@@ -129,7 +132,7 @@ def _fields(config: Config, like: str | Path | None) -> dict[str, Any]:
     if read_fields(theirs, str(where)) != dataclasses.replace(config, **RUNTIME):
         raise BadConfig("another model", where=str(where), fix="like= a folder of this model")
     theirs.pop("dtype", None)  # the newer spelling of torch_dtype
-    return theirs | ours
+    return theirs | {k: v for k, v in ours.items() if k not in theirs or k != "pad_token_id"}
 
 
 def _carry(like: str | Path | None, folder: Path) -> None:
@@ -139,7 +142,7 @@ def _carry(like: str | Path | None, folder: Path) -> None:
 
 
 def _tensors(
-    config: Config, tree: Mapping[str, Any], plan: Plan | None
+    config: Config, names: Mapping[str, Stored], tree: Mapping[str, Any], plan: Plan | None
 ) -> tuple[dict[str, Callable[[], NDArray[Any]]], Tensors]:
     """By name in the file: how to get a tensor, and its type and shape."""
     params = flatten(abstract(config))
@@ -149,18 +152,24 @@ def _tensors(
             where=differ[0],
             fix="pass the parameters of the model that config describes",
         )
-    table = table_of(config)
-    fetches: dict[str, Callable[[], NDArray[Any]]] = {}
+    parts: dict[str, dict[int, Callable[[], NDArray[Any]]]] = {}
     tensors: Tensors = {}
-    for path, param in params.items():
-        how = storage(table[path], param.shape)
+    hows = storages(names, {path: param.shape for path, param in params.items()})
+    for path, how in hows.items():
         places = _places(path, tree[path], how.stack, plan)
         for index in np.ndindex(how.stack):
-            name = table[path].name.format(*index)
+            name = names[path].name.format(*index)
             place = tuple(int(at[i]) for at, i in zip(places, index, strict=True))
-            fetches[name] = functools.partial(_fetch, tree[path], place, param.shape, how)
-            tensors[name] = str(tree[path].dtype), how.shape
-    return fetches, tensors
+            fetch = functools.partial(_fetch, tree[path], place, params[path].shape, how)
+            parts.setdefault(name, {})[how.first] = fetch
+            tensors[name] = str(tree[path].dtype), how.whole
+    return {name: functools.partial(_joined, fetches) for name, fetches in parts.items()}, tensors
+
+
+def _joined(fetches: Mapping[int, Callable[[], NDArray[Any]]]) -> NDArray[Any]:
+    """One tensor from its parts, by their first rows."""
+    arrays = [fetch() for _, fetch in sorted(fetches.items())]
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
 def _places(

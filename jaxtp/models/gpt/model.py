@@ -9,7 +9,6 @@ of q and another all of v, and costs 9 to 14 permutes to undo, while here the he
 ordinary column. The numbers and their order are the same.
 """
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -19,11 +18,12 @@ from flax import nnx
 
 from jaxtp.activations.by_name import constrain
 from jaxtp.errors import SizeMismatch
+from jaxtp.models.attention import attend
+from jaxtp.models.gpt.config import GPTConfig
 from jaxtp.models.layers import (
     Branch,
-    DecoderConfig,
+    Decoder,
     Layer,
-    attend,
     default_positions,
     normed,
     residual_init,
@@ -32,47 +32,6 @@ from jaxtp.models.layers import (
 )
 from jaxtp.models.projections import Linear, TokenTable
 from jaxtp.plan.stored_form import mask_padding
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class GPTConfig(DecoderConfig):
-    """Sizes and options of one GPT-2-like model.
-
-    Raises:
-        SizeMismatch: TP003, if the hidden size does not divide by the heads.
-    """
-
-    max_position_embeddings: int
-    """Rows of the position table: the longest sequence, in tokens."""
-
-    layer_norm_epsilon: float = 1e-5
-    """Added to the variance before its root."""
-
-    def __post_init__(self) -> None:
-        # Not super(): a slotted dataclass is a second class object, and the closure cell names the
-        # first one.
-        DecoderConfig.__post_init__(self)
-        if self.hidden_size % self.num_attention_heads:
-            raise SizeMismatch(
-                f"hidden size {self.hidden_size} does not divide by {self.num_attention_heads}",
-                where="num_attention_heads",
-                fix="use a divisor of hidden_size",
-            )
-
-    @property
-    def head_dim(self) -> int:
-        """Width of one head."""
-        return self.hidden_size // self.num_attention_heads
-
-    @property
-    def num_key_value_heads(self) -> int:
-        """Number of key/value heads: one for each query head."""
-        return self.num_attention_heads
-
-    @property
-    def intermediate_size(self) -> int:
-        """Width of the MLP: four times the hidden size."""
-        return 4 * self.hidden_size
 
 
 class Attention(nnx.Module):
@@ -122,10 +81,13 @@ class MLP(nnx.Module):
 class GPTLayer(Layer):
     """Attention and MLP, each behind its norm and added to the residual stream."""
 
-    branches = (
-        Branch(norm="ln_1", block="attn", takes=("segment_ids_BT",)),
-        Branch(norm="ln_2", block="mlp", tokenwise=True),
-    )
+    @property
+    def branches(self) -> tuple[Branch, ...]:
+        """Attention, then MLP."""
+        return (
+            Branch(norm="ln_1", block="attn", takes=("segment_ids_BT",)),
+            Branch(norm="ln_2", block="mlp", tokenwise=True),
+        )
 
     def __init__(self, config: GPTConfig, rngs: nnx.Rngs) -> None:
         self.ln_1 = _norm(config, rngs)
@@ -134,12 +96,10 @@ class GPTLayer(Layer):
         self.mlp = MLP(config, rngs)
 
 
-class GPT(nnx.Module):
-    """A decoder of stacked `GPTLayer`s; `model(tokens)` gives logits.
+class GPT(Decoder):
+    """A decoder of stacked `GPTLayer`s; `model(tokens)` gives logits."""
 
-    Parameters are in `config.param_dtype`, activations and logits in `config.dtype`; take losses
-    with `cross_entropy`, which sums in fp32.
-    """
+    config: GPTConfig
 
     def __init__(self, config: GPTConfig, rngs: nnx.Rngs) -> None:
         types = _types(config)
@@ -148,27 +108,6 @@ class GPT(nnx.Module):
         self.wpe = nnx.Embed(config.max_position_embeddings, config.hidden_size, rngs=rngs, **types)
         self.h = stack_layers(functools.partial(GPTLayer, config), config.num_hidden_layers, rngs)
         self.ln_f = _norm(config, rngs)
-
-    def __call__(
-        self,
-        tokens_BT: jax.Array,
-        positions_BT: jax.Array | None = None,
-        segment_ids_BT: jax.Array | None = None,
-    ) -> jax.Array:
-        """Scores of the next token at every position, (batch, tokens, vocab).
-
-        Args:
-            tokens_BT: Token ids.
-            positions_BT: Position of each token, (batch or 1, tokens), each below
-                `max_position_embeddings`; default: 0, 1, ...
-            segment_ids_BT: Which document each token belongs to; attention stays inside one.
-                Default: one document.
-
-        Raises:
-            SizeMismatch: TP003, if the sequence is longer than the position table and no positions
-                are given.
-        """
-        return self.logits(self.hidden(tokens_BT, positions_BT, segment_ids_BT))
 
     def hidden(
         self,

@@ -1,16 +1,8 @@
-"""Published model sizes by name.
+"""Published sizes of Llama-like models, those of the `config.json` beside the weights."""
 
-Sizes are those of the `config.json` beside the published weights; `gpt3-175b` is the last row of
-table 2.1 of Brown et al. 2020, `gpt-1t` the last row of table 1 of Narayanan et al. 2021
-(Megatron-LM on 3072 GPUs).
-"""
+from jaxtp.models.llama.config import LlamaConfig, RopeScaling
 
-from jaxtp.models.gpt import GPTConfig
-from jaxtp.models.llama import LlamaConfig, RopeScaling
-
-Config = LlamaConfig | GPTConfig
-
-PRESETS: dict[str, Config] = {
+PRESETS: dict[str, LlamaConfig] = {
     # Learns bytes on a laptop: heads and kv heads divide by tp=4, and fp32 because CPUs have no
     # bf16 units.
     "llama-tiny": LlamaConfig(
@@ -115,48 +107,6 @@ PRESETS: dict[str, Config] = {
         rms_norm_eps=1e-6,
         rope_theta=1_000_000.0,
         qk_norm=True,
-    ),
-    "gpt2": GPTConfig(
-        vocab_size=50257,
-        hidden_size=768,
-        num_hidden_layers=12,
-        num_attention_heads=12,
-        max_position_embeddings=1024,
-    ),
-    "gpt2-medium": GPTConfig(
-        vocab_size=50257,
-        hidden_size=1024,
-        num_hidden_layers=24,
-        num_attention_heads=16,
-        max_position_embeddings=1024,
-    ),
-    "gpt2-large": GPTConfig(
-        vocab_size=50257,
-        hidden_size=1280,
-        num_hidden_layers=36,
-        num_attention_heads=20,
-        max_position_embeddings=1024,
-    ),
-    "gpt2-xl": GPTConfig(
-        vocab_size=50257,
-        hidden_size=1600,
-        num_hidden_layers=48,
-        num_attention_heads=25,
-        max_position_embeddings=1024,
-    ),
-    "gpt3-175b": GPTConfig(
-        vocab_size=50257,
-        hidden_size=12288,
-        num_hidden_layers=96,
-        num_attention_heads=96,
-        max_position_embeddings=2048,
-    ),
-    "gpt-1t": GPTConfig(
-        vocab_size=51200,
-        hidden_size=25600,
-        num_hidden_layers=128,
-        num_attention_heads=160,
-        max_position_embeddings=2048,
     ),
 }
 """Preset name -> config; `dataclasses.replace` changes single fields."""

@@ -1,36 +1,35 @@
 """The Llama family: grouped-query attention, rotary, RMSNorm, gated MLP or experts.
 
 The architecture and the names of its activations, nothing else: see `jaxtp.models.layers` for the
-shape suffixes.
-
-Mistral, Qwen2, Qwen3, Gemma and Mixtral are this decoder with other options of the config.
+shape suffixes. `published.py` lists the families that are this decoder with other options.
 """
 
-import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from numpy.typing import NDArray
 
 from jaxtp.activations.by_name import constrain, spread
-from jaxtp.errors import SizeMismatch
+from jaxtp.models.attention import attend, rotary
 from jaxtp.models.layers import (
     Branch,
-    DecoderConfig,
+    Decoder,
     Layer,
-    attend,
     default_positions,
     normed,
     residual_init,
-    rotary,
     scan_layers,
     stack_layers,
 )
+from jaxtp.models.llama.config import LlamaConfig
+from jaxtp.models.llama.rotary import angles, layer_frequencies, sliding_layers
 from jaxtp.models.moe import GatedMLP, MoE
 from jaxtp.models.projections import Linear, TokenTable
 from jaxtp.plan.stored_form import mask_padding
@@ -42,124 +41,8 @@ ACTIVATION: dict[str, Callable[[jax.Array], jax.Array]] = {
 """Name, as Hugging Face configs spell it -> function of the gate."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class RopeScaling:
-    """How Llama 3.1 and later stretch rotary frequencies to longer contexts."""
-
-    factor: float
-    """By how much the lowest frequencies are divided."""
-
-    low_freq_factor: float
-    """Frequencies with fewer turns than this in the original context are divided in full."""
-
-    high_freq_factor: float
-    """Frequencies with more turns than this in the original context are kept."""
-
-    original_max_position_embeddings: int
-    """Context length before stretching, in tokens."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class LlamaConfig(DecoderConfig):
-    """Sizes and options of one Llama-like model.
-
-    Raises:
-        SizeMismatch: TP003, if query heads do not divide by kv heads, the head width is odd, the
-            window is empty, or not between one and all of the experts are chosen.
-    """
-
-    num_key_value_heads: int
-    """Number of key/value heads; query heads share them in equal groups."""
-
-    head_dim: int
-    """Width of one head; heads times width need not be the hidden size."""
-
-    intermediate_size: int
-    """Width of the MLP."""
-
-    rms_norm_eps: float = 1e-5
-    """Added to the mean square before its root."""
-
-    rope_theta: float = 10_000.0
-    """Base of the rotary frequencies."""
-
-    rope_scaling: RopeScaling | None = None
-    """Stretching of the rotary frequencies; None keeps them."""
-
-    qk_norm: bool = False
-    """Normalise each query and key head before rotation, as Qwen3 does."""
-
-    tie_word_embeddings: bool = False
-    """Use the embedding as the head."""
-
-    qkv_bias: bool = False
-    """Biases on queries, keys and values, as Qwen2 has them."""
-
-    sliding_window: int | None = None
-    """How many tokens a token sees, itself included, as in Mistral; None: all before it."""
-
-    hidden_act: Literal["silu", "gelu_pytorch_tanh"] = "silu"
-    """What the MLP's gate goes through."""
-
-    norm_offset: bool = False
-    """Norms multiply by one plus their scale, as Gemma's do."""
-
-    scale_embedding: bool = False
-    """Multiply embeddings by the root of the hidden size, as Gemma does."""
-
-    num_experts: int = 0
-    """Number of MLPs that a layer chooses from for each token, as Mixtral does; 0: one MLP."""
-
-    num_experts_per_tok: int = 0
-    """Number of experts chosen for each token."""
-
-    def __post_init__(self) -> None:
-        # Not super(): a slotted dataclass is a second class object, and the closure cell names the
-        # first one.
-        DecoderConfig.__post_init__(self)
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise SizeMismatch(
-                f"{self.num_attention_heads} query heads for {self.num_key_value_heads} kv heads",
-                where="num_key_value_heads",
-                fix="use a divisor of num_attention_heads",
-            )
-        if self.head_dim % 2:
-            raise SizeMismatch(
-                f"rotary positions turn pairs, and head_dim is {self.head_dim}",
-                where="head_dim",
-                fix="use an even head_dim",
-            )
-        if self.sliding_window is not None and self.sliding_window < 1:
-            raise SizeMismatch(
-                f"a window of {self.sliding_window} tokens",
-                where="sliding_window",
-                fix="a token sees at least itself; None for no window",
-            )
-        chosen, experts = self.num_experts_per_tok, self.num_experts
-        if not min(experts, 1) <= chosen <= experts:
-            raise SizeMismatch(
-                f"{chosen} experts per token of {experts}",
-                where="num_experts_per_tok",
-                fix="choose at least one and at most all experts; both 0 for a plain MLP",
-            )
-
-
-def rotary_frequencies(
-    head_dim: int, theta: float, scaling: RopeScaling | None = None
-) -> np.ndarray:
-    """Radians per token of each pair of a head, (head_dim / 2,), highest first.
-
-    theta^(-2i/H), section 3.2.2 of Su et al. 2021. Scaling as in the Llama 3.1 reference code: a
-    frequency keeps a share that grows linearly with its number of turns in the original context,
-    from 0 at `low_freq_factor` to 1 at `high_freq_factor`; the rest is divided by `factor`.
-    """
-    frequencies = theta ** (-np.arange(0, head_dim, 2) / head_dim)
-    if scaling is None:
-        return frequencies
-    turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    kept = np.clip((turns - low) / (high - low), 0, 1)
-    return frequencies * (kept + (1 - kept) / scaling.factor)
+def _inverse_root(x: float | None) -> float | None:
+    return None if x is None else x**-0.5
 
 
 class OffsetRMSNorm(nnx.RMSNorm):
@@ -189,10 +72,16 @@ class Attention(nnx.Module):
             kernel_init=residual_init(config.num_hidden_layers),
         )
         if config.qk_norm:
-            self.q_norm, self.k_norm = norm(config.head_dim), norm(config.head_dim)
+            together = config.qk_norm_all_heads
+            self.q_norm = norm(config.head_dim * (heads[0] if together else 1))
+            self.k_norm = norm(config.head_dim * (kv_heads[0] if together else 1))
 
     def __call__(
-        self, h_BTD: jax.Array, angles_BTH: jax.Array, segment_ids_BT: jax.Array | None
+        self,
+        h_BTD: jax.Array,
+        angles_BTH: jax.Array,
+        segment_ids_BT: jax.Array | None,
+        has_window: jax.Array | None,
     ) -> jax.Array:
         """Attention over earlier tokens of the same segment, (batch, tokens, hidden size)."""
         config = self.config
@@ -201,7 +90,7 @@ class Attention(nnx.Module):
         k_proj, v_proj = self._spread(self.k_proj), self._spread(self.v_proj)
         q_BTNH, k_BTKH, v_BTKH = self.q_proj(h_BTD), k_proj(h_BTD), v_proj(h_BTD)
         if config.qk_norm:
-            q_BTNH, k_BTKH = self.q_norm(q_BTNH), self.k_norm(k_BTKH)
+            q_BTNH, k_BTKH = self._normed(self.q_norm, q_BTNH), self._normed(self.k_norm, k_BTKH)
         q_BTNH, k_BTKH = rotary(q_BTNH, angles_BTH), rotary(k_BTKH, angles_BTH)
         out_BTNH = attend(
             q_BTNH,
@@ -210,8 +99,24 @@ class Attention(nnx.Module):
             segment_ids_BT,
             config.attention_implementation,
             config.sliding_window,
+            has_window=has_window,
+            scale=_inverse_root(config.query_pre_attn_scalar),
+            softcap=config.attn_logit_softcapping,
         )
         return self.o_proj(out_BTNH)
+
+    def _normed(self, norm: nnx.RMSNorm, x_BTNH: jax.Array) -> jax.Array:
+        if not self.config.qk_norm_all_heads:
+            return norm(x_BTNH)
+        # Copies of heads (see `_spread`) leave the mean square as it is; the scale follows them.
+        num_heads, width = x_BTNH.shape[2:]
+        copies = num_heads * width // norm.num_features
+
+        def spread_scale(scale: jax.Array) -> jax.Array:
+            return jnp.repeat(scale.reshape(-1, width), copies, axis=0).reshape(-1)
+
+        norm = jax.tree.map(spread_scale, norm)
+        return norm(x_BTNH.reshape(*x_BTNH.shape[:2], -1)).reshape(x_BTNH.shape)
 
     def _spread(self, proj: Linear) -> Linear:
         """A key or value projection with a copy of each kv head per device that needs it."""
@@ -248,19 +153,36 @@ class MLP(GatedMLP):
         return self.down_proj(self.act(gate_BTF) * up_BTF)
 
 
+NORMS = {
+    "before": (("input_layernorm", "post_attention_layernorm"), ("", "")),
+    "after": (("", ""), ("post_attention_layernorm", "post_feedforward_layernorm")),
+    "both": (
+        ("input_layernorm", "pre_feedforward_layernorm"),
+        ("post_attention_layernorm", "post_feedforward_layernorm"),
+    ),
+}
+"""`LlamaConfig.norms` -> the norms in front of attention and MLP, and those behind; by the names of
+Hugging Face, where post_attention_layernorm is one or the other."""
+
+
 class LlamaLayer(Layer):
     """Attention and MLP or experts, each behind its norm and added to the residual stream."""
 
-    branches = (
-        Branch(norm="input_layernorm", block="self_attn", takes=("angles_BTH", "segment_ids_BT")),
-        Branch(norm="post_attention_layernorm", block="mlp", tokenwise=True),
-    )
+    @property
+    def branches(self) -> tuple[Branch, ...]:
+        """Attention, then MLP."""
+        takes = ("angles_BTH", "segment_ids_BT", "has_window")
+        before, after = NORMS[self.self_attn.config.norms]
+        return (
+            Branch(norm=before[0], post_norm=after[0], block="self_attn", takes=takes),
+            Branch(norm=before[1], post_norm=after[1], block="mlp", tokenwise=True),
+        )
 
     def __init__(self, config: LlamaConfig, rngs: nnx.Rngs) -> None:
         linear, norm = _parts(config, rngs)
-        self.input_layernorm = norm(config.hidden_size)
         self.self_attn = Attention(config, rngs)
-        self.post_attention_layernorm = norm(config.hidden_size)
+        for name in filter(None, itertools.chain(*NORMS[config.norms])):
+            setattr(self, name, norm(config.hidden_size))
         if config.num_experts:
             router = linear(config.hidden_size, config.num_experts)
             make_expert = functools.partial(MLP, config)
@@ -269,13 +191,19 @@ class LlamaLayer(Layer):
         else:
             self.mlp = MLP(config, rngs)
 
+    def __call__(self, x_BTD: jax.Array, context: Mapping[str, jax.Array | None]) -> jax.Array:
+        """The residual stream after this layer, (batch, tokens, hidden size)."""
+        frequencies_H, positions_BT = context.get("frequencies_H"), context.get("positions_BT")
+        if frequencies_H is not None and positions_BT is not None:
+            turned = angles(positions_BT, frequencies_H)
+            context = {**context, "angles_BTH": turned}
+        return Layer.__call__(self, x_BTD, context)
 
-class Llama(nnx.Module):
-    """A decoder of stacked `LlamaLayer`s; `model(tokens)` gives logits.
 
-    Parameters are in `config.param_dtype`, activations and logits in `config.dtype`; take losses
-    with `cross_entropy`, which sums in fp32.
-    """
+class Llama(Decoder):
+    """A decoder of stacked `LlamaLayer`s; `model(tokens)` gives logits."""
+
+    config: LlamaConfig
 
     def __init__(self, config: LlamaConfig, rngs: nnx.Rngs) -> None:
         linear, norm = _parts(config, rngs)
@@ -294,22 +222,6 @@ class Llama(nnx.Module):
         if not config.tie_word_embeddings:
             self.lm_head = linear(config.hidden_size, config.vocab_size)
 
-    def __call__(
-        self,
-        tokens_BT: jax.Array,
-        positions_BT: jax.Array | None = None,
-        segment_ids_BT: jax.Array | None = None,
-    ) -> jax.Array:
-        """Scores of the next token at every position, (batch, tokens, vocab).
-
-        Args:
-            tokens_BT: Token ids.
-            positions_BT: Position of each token, (batch or 1, tokens); default: 0, 1, ...
-            segment_ids_BT: Which document each token belongs to; attention stays inside one.
-                Default: one document.
-        """
-        return self.logits(self.hidden(tokens_BT, positions_BT, segment_ids_BT))
-
     def hidden(
         self,
         tokens_BT: jax.Array,
@@ -320,20 +232,33 @@ class Llama(nnx.Module):
         config = self.config
         if positions_BT is None:
             positions_BT = default_positions(tokens_BT)
-        frequencies = rotary_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
-        # Angles in fp32: in bf16 the positions 256 and 257 are the same number.
-        angles_BTH = positions_BT[:, :, None] * jnp.float32(frequencies)[None, None, :]
         x_BTD = self.embed_tokens(tokens_BT)
         if config.scale_embedding:
             x_BTD = x_BTD * math.sqrt(config.hidden_size)  # rounded to the type of x, as there
-        context = {"angles_BTH": angles_BTH, "segment_ids_BT": segment_ids_BT}
-        x_BTD = scan_layers(self.layers, x_BTD, context, config.remat)
+        context, rows = self._context(positions_BT, segment_ids_BT)
+        x_BTD = scan_layers(self.layers, x_BTD, context, config.remat, rows)
         return normed(self.norm, x_BTD)
+
+    def _context(
+        self, positions_BT: jax.Array, segment_ids_BT: jax.Array | None
+    ) -> tuple[dict[str, jax.Array | None], dict[str, NDArray[Any]]]:
+        """What all layers take, and what each of them takes where they differ."""
+        frequencies_LH = layer_frequencies(self.config).astype(np.float32)
+        context = {"segment_ids_BT": segment_ids_BT, "has_window": None}
+        rows: dict[str, NDArray[Any]] = {}
+        if self.config.layer_types is not None:
+            rows["has_window"] = sliding_layers(self.config)
+        if (frequencies_LH != frequencies_LH[0]).any():
+            rows["frequencies_H"] = frequencies_LH
+            return context | {"positions_BT": positions_BT}, rows
+        return context | {"angles_BTH": angles(positions_BT, frequencies_LH[0])}, rows
 
     def logits(self, h_BTD: jax.Array) -> jax.Array:
         """Scores over the vocab from final hidden states, (batch, tokens, vocab)."""
         tied = self.config.tie_word_embeddings
         logits_BTV = self.embed_tokens.attend(h_BTD) if tied else self.lm_head(h_BTD)
+        if (cap := self.config.final_logit_softcapping) is not None:
+            logits_BTV = cap * jnp.tanh(logits_BTV / cap)
         return mask_padding(constrain(logits_BTV, "logits"), self.config.vocab_size)
 
 

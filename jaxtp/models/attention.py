@@ -1,0 +1,121 @@
+"""Attention and rotary positions of every family; shape suffixes as in `jaxtp.models.layers`."""
+
+import functools
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from jaxtp.activations.by_name import constrain
+
+
+def attend(
+    q_BTNH: jax.Array,
+    k_BTKH: jax.Array,
+    v_BTKH: jax.Array,
+    segment_ids_BT: jax.Array | None,
+    implementation: Literal["xla", "cudnn"],
+    window: int | None = None,
+    *,
+    has_window: jax.Array | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+) -> jax.Array:
+    """Causal attention with grouped key/value heads, (batch, tokens, query heads, head width).
+
+    A token sees itself and earlier tokens of its own segment, the last `window` of them if there is
+    a window. Query head n uses kv head n // (N / K).
+
+    Args:
+        q_BTNH: Queries.
+        k_BTKH: Keys.
+        v_BTKH: Values.
+        segment_ids_BT: Which segment each token belongs to; None: one.
+        implementation: Kernel of `jax.nn.dot_product_attention`.
+        window: How many tokens a token sees, itself included; None: all before it.
+        has_window: Whether this layer has the window, a bool scalar, where layers differ.
+        scale: What scores are multiplied by; None: 1 / sqrt(head width).
+        softcap: Scores become softcap x tanh(score / softcap) before the mask; None: they do not.
+    """
+    num_heads, num_kv_heads = q_BTNH.shape[2], k_BTKH.shape[2]
+    units = (num_kv_heads, num_heads // num_kv_heads)
+    q_BTNH = constrain(q_BTNH, "heads", units)
+    k_BTKH, v_BTKH = constrain(k_BTKH, "kv_heads"), constrain(v_BTKH, "kv_heads")
+    mask_B1TT = None
+    if segment_ids_BT is not None:
+        mask_B1TT = segment_ids_BT[:, None, :, None] == segment_ids_BT[:, None, None, :]
+    options: dict[str, Any] = {"mask": mask_B1TT, "is_causal": True, "scale": scale}
+    if softcap is not None:
+        run = functools.partial(capped_attention, softcap=softcap, **options)
+    else:
+        run = functools.partial(
+            jax.nn.dot_product_attention, implementation=implementation, **options
+        )
+    sliding = functools.partial(run, local_window_size=None if window is None else (window - 1, 0))
+    if has_window is None:
+        out_BTNH = sliding(q_BTNH, k_BTKH, v_BTKH)
+    else:
+        # Two kernels rather than one with a mask that is an array: a fused kernel skips what a
+        # causal window leaves out.
+        out_BTNH = jax.lax.cond(has_window, sliding, run, q_BTNH, k_BTKH, v_BTKH)
+    return constrain(out_BTNH, "heads", units)
+
+
+def capped_attention(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    *,
+    softcap: float | None,
+    mask: jax.Array | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    local_window_size: tuple[int, int] | None = None,
+) -> jax.Array:
+    """`jax.nn.dot_product_attention` with a soft cap on the scores, which are in fp32.
+
+    Args:
+        q_BTNH: Queries.
+        k_BSKH: Keys; S may differ from T if it is not causal.
+        v_BSKH: Values.
+        softcap: Scores become softcap x tanh(score / softcap), as in Gemma 2; None: they do not.
+        mask: True where a query sees a key, (batch, 1, T, S).
+        is_causal: Whether a token sees itself and earlier ones only.
+        scale: What scores are multiplied by; None: 1 / sqrt(head width).
+        local_window_size: How many earlier and later tokens a token sees.
+    """
+    num_kv_heads, width = k_BSKH.shape[2:]
+    q_BTKGH = q_BTNH.reshape(*q_BTNH.shape[:2], num_kv_heads, -1, width)
+    scores = jnp.einsum("btkgh,bskh->bkgts", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32)
+    scores *= width**-0.5 if scale is None else scale
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
+    behind_TS = jnp.arange(scores.shape[-2])[:, None] - jnp.arange(scores.shape[-1])[None, :]
+    seen = behind_TS >= 0 if is_causal else jnp.bool_(True)
+    if local_window_size is not None:
+        before, after = local_window_size
+        seen &= (behind_TS <= before) & (behind_TS >= -after)
+    if mask is not None:
+        seen &= mask[:, :, None]  # one for all groups of heads
+    weights = jax.nn.softmax(jnp.where(seen, scores, jnp.finfo(jnp.float32).min), axis=-1)
+    out_BTKGH = jnp.einsum("bkgts,bskh->btkgh", weights.astype(v_BSKH.dtype), v_BSKH)
+    return out_BTKGH.reshape(q_BTNH.shape)
+
+
+def rotary(x_BTNH: jax.Array, angles_BTH: jax.Array) -> jax.Array:
+    """Rotates pairs (i, i + R/2) of each head by their token's angles, in fp32; like `x`.
+
+    Halves rather than neighbours, as Hugging Face checkpoints are stored. Of a head wider than R
+    the rest is left as it is.
+
+    Args:
+        x_BTNH: Queries or keys.
+        angles_BTH: Radians, (batch or 1, tokens, R / 2).
+    """
+    cos, sin = jnp.cos(angles_BTH)[:, :, None, :], jnp.sin(angles_BTH)[:, :, None, :]
+    width = 2 * angles_BTH.shape[-1]
+    a, b = jnp.split(x_BTNH[..., :width].astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTNH.dtype)
+    if width == x_BTNH.shape[-1]:
+        return turned
+    return jnp.concatenate([turned, x_BTNH[..., width:]], axis=-1)

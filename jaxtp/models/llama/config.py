@@ -1,0 +1,198 @@
+"""Sizes and options of the Llama family."""
+
+import dataclasses
+from typing import Literal
+
+from jaxtp.errors import BadConfig, SizeMismatch
+from jaxtp.models.bounds import (
+    Depth,
+    Epsilon,
+    Experts,
+    Positive,
+    Share,
+    Tokens,
+    Width,
+    check_bounds,
+)
+from jaxtp.models.layers import DecoderConfig
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RopeScaling:
+    """How Llama 3.1 and later stretch rotary frequencies to longer contexts."""
+
+    factor: Positive
+    """By how much the lowest frequencies are divided."""
+
+    low_freq_factor: Positive
+    """Frequencies with fewer turns than this in the original context are divided in full."""
+
+    high_freq_factor: Positive
+    """Frequencies with more turns than this in the original context are kept."""
+
+    original_max_position_embeddings: Tokens
+    """Context length before stretching, in tokens."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+        if self.low_freq_factor >= self.high_freq_factor:
+            raise SizeMismatch(
+                f"low_freq_factor {self.low_freq_factor} is not below high_freq_factor "
+                f"{self.high_freq_factor}",
+                where="rope_scaling",
+                fix="1 and 4 are those of Llama 3.1",
+            )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LinearRopeScaling:
+    """Rotary frequencies divided by one factor: position interpolation (Chen et al. 2023)."""
+
+    factor: Positive
+    """By how much all frequencies are divided."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+
+
+LayerType = Literal["full_attention", "sliding_attention"]
+"""What a layer attends to, as Hugging Face spells it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LlamaConfig(DecoderConfig):
+    """Sizes and options of one Llama-like model.
+
+    Raises:
+        SizeMismatch: TP003, if query heads do not divide by kv heads, the head width is odd, or not
+            between one and all of the experts are chosen.
+        BadConfig: TP020, if a number is out of its bounds.
+    """
+
+    num_key_value_heads: Depth
+    """Number of key/value heads; query heads share them in equal groups."""
+
+    head_dim: Depth
+    """Width of one head; heads times width need not be the hidden size."""
+
+    intermediate_size: Width
+    """Width of the MLP."""
+
+    rms_norm_eps: Epsilon = 1e-5
+    """Added to the mean square before its root."""
+
+    rope_theta: Positive = 10_000.0
+    """Base of the rotary frequencies."""
+
+    rope_scaling: RopeScaling | LinearRopeScaling | None = None
+    """Stretching of the rotary frequencies; None keeps them."""
+
+    rope_local_theta: Positive | None = None
+    """Base of the rotary frequencies of sliding layers, which are then not stretched, as in Gemma
+    3; None: those of the other layers."""
+
+    rotary_share: Share = 1.0
+    """Leading part of a head that is rotated, as in Phi-4-mini."""
+
+    rotary_layers: tuple[bool, ...] | None = None
+    """Which layers rotate queries and keys; None: all. Those of SmolLM3 that do not see no
+    positions."""
+
+    qk_norm: bool = False
+    """Normalise queries and keys before rotation, as Qwen3 does."""
+
+    qk_norm_all_heads: bool = False
+    """Normalise all heads of a token together, as OLMo 2 does, not each one apart."""
+
+    norms: Literal["before", "after", "both"] = "before"
+    """Where a block has its norms: at its input; at its output, as in OLMo 2; or both, as in Gemma
+    2."""
+
+    query_pre_attn_scalar: Positive | None = None
+    """Scores are divided by the root of this; None: of the head's width."""
+
+    attn_logit_softcapping: Positive | None = None
+    """Scores are bent to stay below this: cap x tanh(score / cap); None: left alone."""
+
+    final_logit_softcapping: Positive | None = None
+    """The same for the logits."""
+
+    tie_word_embeddings: bool = False
+    """Use the embedding as the head."""
+
+    qkv_bias: bool = False
+    """Biases on queries, keys and values, as Qwen2 has them."""
+
+    sliding_window: Tokens | None = None
+    """How many tokens a token sees, itself included, as in Mistral; None: all before it."""
+
+    layer_types: tuple[LayerType, ...] | None = None
+    """Which layers have the window; None: all, if there is one."""
+
+    hidden_act: Literal["silu", "gelu_pytorch_tanh"] = "silu"
+    """What the MLP's gate goes through."""
+
+    norm_offset: bool = False
+    """Norms multiply by one plus their scale, as Gemma's do."""
+
+    scale_embedding: bool = False
+    """Multiply embeddings by the root of the hidden size, as Gemma does."""
+
+    num_experts: Experts = 0
+    """Number of MLPs that a layer chooses from for each token, as Mixtral does; 0: one MLP."""
+
+    num_experts_per_tok: Experts = 0
+    """Number of experts chosen for each token."""
+
+    def __post_init__(self) -> None:
+        # Not super(): a slotted dataclass is a second class object, and the closure cell names the
+        # first one.
+        DecoderConfig.__post_init__(self)
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise SizeMismatch(
+                f"{self.num_attention_heads} query heads for {self.num_key_value_heads} kv heads",
+                where="num_key_value_heads",
+                fix="use a divisor of num_attention_heads",
+            )
+        if self.rotary_width % 2 or not self.rotary_width:
+            raise SizeMismatch(
+                f"rotary positions turn pairs, and {self.rotary_width} elements of head_dim "
+                f"{self.head_dim} turn",
+                where="head_dim",
+                fix="use an even head_dim",
+            )
+        chosen, experts = self.num_experts_per_tok, self.num_experts
+        if not min(experts, 1) <= chosen <= experts:
+            raise SizeMismatch(
+                f"{chosen} experts per token of {experts}",
+                where="num_experts_per_tok",
+                fix="choose at least one and at most all experts; both 0 for a plain MLP",
+            )
+        self._check_layers()
+        if self.attn_logit_softcapping and self.attention_implementation != "xla":
+            raise BadConfig(
+                f"{self.attention_implementation} attention has no soft cap",
+                where="attention_implementation",
+                fix='"xla", or attn_logit_softcapping=None, which changes the model a little',
+            )
+
+    def _check_layers(self) -> None:
+        for name in ("layer_types", "rotary_layers"):
+            rows = getattr(self, name)
+            if rows is not None and len(rows) != self.num_hidden_layers:
+                raise SizeMismatch(
+                    f"{len(rows)} entries for {self.num_hidden_layers} layers",
+                    where=name,
+                    fix="one entry for each layer, or None",
+                )
+        if self.layer_types is not None and self.sliding_window is None:
+            raise SizeMismatch(
+                "some layers have a window, and no window is given",
+                where="sliding_window",
+                fix="a window in tokens, or layer_types=None",
+            )
+
+    @property
+    def rotary_width(self) -> int:
+        """Elements of a head that are rotated."""
+        return int(self.head_dim * self.rotary_share)

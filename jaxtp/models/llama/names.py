@@ -1,0 +1,66 @@
+"""What published checkpoints of Llama-like models call each parameter."""
+
+from jaxtp.models.published import Stored
+
+NAMES = {
+    "embed_tokens/embedding": Stored("model.embed_tokens.weight", "v d"),
+    "layers/input_layernorm/scale": Stored("model.layers.{}.input_layernorm.weight", "d"),
+    "layers/self_attn/q_proj/kernel": Stored(
+        "model.layers.{}.self_attn.q_proj.weight", "(n h) d -> d n h"
+    ),
+    "layers/self_attn/q_proj/bias": Stored("model.layers.{}.self_attn.q_proj.bias", "(n h) -> n h"),
+    "layers/self_attn/k_proj/kernel": Stored(
+        "model.layers.{}.self_attn.k_proj.weight", "(k h) d -> d k h"
+    ),
+    "layers/self_attn/k_proj/bias": Stored("model.layers.{}.self_attn.k_proj.bias", "(k h) -> k h"),
+    "layers/self_attn/v_proj/kernel": Stored(
+        "model.layers.{}.self_attn.v_proj.weight", "(k h) d -> d k h"
+    ),
+    "layers/self_attn/v_proj/bias": Stored("model.layers.{}.self_attn.v_proj.bias", "(k h) -> k h"),
+    "layers/self_attn/o_proj/kernel": Stored(
+        "model.layers.{}.self_attn.o_proj.weight", "d (n h) -> n h d"
+    ),
+    "layers/self_attn/q_norm/scale": Stored("model.layers.{}.self_attn.q_norm.weight", "h"),
+    "layers/self_attn/k_norm/scale": Stored("model.layers.{}.self_attn.k_norm.weight", "h"),
+    "layers/post_attention_layernorm/scale": Stored(
+        "model.layers.{}.post_attention_layernorm.weight", "d"
+    ),
+    "layers/pre_feedforward_layernorm/scale": Stored(
+        "model.layers.{}.pre_feedforward_layernorm.weight", "d"
+    ),
+    "layers/post_feedforward_layernorm/scale": Stored(
+        "model.layers.{}.post_feedforward_layernorm.weight", "d"
+    ),
+    "layers/mlp/gate_proj/kernel": Stored("model.layers.{}.mlp.gate_proj.weight", "f d -> d f"),
+    "layers/mlp/up_proj/kernel": Stored("model.layers.{}.mlp.up_proj.weight", "f d -> d f"),
+    "layers/mlp/down_proj/kernel": Stored("model.layers.{}.mlp.down_proj.weight", "d f -> f d"),
+    "layers/mlp/router/kernel": Stored(
+        "model.layers.{}.block_sparse_moe.gate.weight", "e d -> d e"
+    ),
+    "layers/mlp/experts/gate_proj/kernel": Stored(
+        "model.layers.{}.block_sparse_moe.experts.{}.w1.weight", "f d -> d f"
+    ),
+    "layers/mlp/experts/up_proj/kernel": Stored(
+        "model.layers.{}.block_sparse_moe.experts.{}.w3.weight", "f d -> d f"
+    ),
+    "layers/mlp/experts/down_proj/kernel": Stored(
+        "model.layers.{}.block_sparse_moe.experts.{}.w2.weight", "d f -> f d"
+    ),
+    "norm/scale": Stored("model.norm.weight", "d"),
+    "lm_head/kernel": Stored("lm_head.weight", "v d -> d v"),
+}
+"""Parameter path -> how it is stored; a model has some of these."""
+
+QKV, GATE_UP = (
+    "model.layers.{}.self_attn.qkv_proj.weight",
+    "model.layers.{}.mlp.gate_up_proj.weight",
+)
+
+FUSED_NAMES = NAMES | {
+    "layers/self_attn/q_proj/kernel": Stored(QKV, "(n h) d -> d n h", part=0),
+    "layers/self_attn/k_proj/kernel": Stored(QKV, "(k h) d -> d k h", part=1),
+    "layers/self_attn/v_proj/kernel": Stored(QKV, "(k h) d -> d k h", part=2),
+    "layers/mlp/gate_proj/kernel": Stored(GATE_UP, "f d -> d f", part=0),
+    "layers/mlp/up_proj/kernel": Stored(GATE_UP, "f d -> d f", part=1),
+}
+"""The same where queries, keys and values are one tensor, and gate and up another."""
