@@ -35,6 +35,9 @@ ACTIVATIONS: dict[str, tuple[str, ...]] = {
     "heads": (BATCH, REPLICATED, UNITS, REPLICATED),
     "kv_heads": (BATCH, REPLICATED, UNITS, REPLICATED),
     "mlp": (BATCH, REPLICATED, UNITS),
+    # Keys or values of one layer, and of all layers, while generating.
+    "cache": (BATCH, UNITS, REPLICATED, REPLICATED),
+    "caches": (REPLICATED, BATCH, UNITS, REPLICATED, REPLICATED),
     "logits": (BATCH, REPLICATED, UNITS),
     # Two weights. The token table as the lookup reads it: where ZeRO shards it too, pipeline stages
     # would else send each other parts of it first. And (embed, kv heads, head_dim), see `spread`.

@@ -4,8 +4,9 @@ In: a preset name or a config. Out: a model, or its shapes alone. Never knows: m
 decisions of a plan; it names its activations, and whoever has a plan constrains them by name.
 """
 
+from jaxtp.models.decoder import Decoder, cross_entropy, generate
 from jaxtp.models.gpt import GPT, GPTConfig
-from jaxtp.models.layers import Decoder, DecoderConfig, cross_entropy, generate
+from jaxtp.models.layers import DecoderConfig
 from jaxtp.models.llama import Llama, LlamaConfig, RopeScaling
 from jaxtp.models.registry import PRESETS, Config, abstract, build, config_of
 

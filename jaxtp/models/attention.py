@@ -91,10 +91,11 @@ def capped_attention(
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
     behind_TS = jnp.arange(scores.shape[-2])[:, None] - jnp.arange(scores.shape[-1])[None, :]
-    seen = behind_TS >= 0 if is_causal else jnp.bool_(True)
+    seen_TS = behind_TS >= 0 if is_causal else jnp.ones_like(behind_TS, bool)
     if local_window_size is not None:
         before, after = local_window_size
-        seen &= (behind_TS <= before) & (behind_TS >= -after)
+        seen_TS &= (behind_TS <= before) & (behind_TS >= -after)
+    seen = seen_TS[None, None, None]
     if mask is not None:
         seen &= mask[:, :, None]  # one for all groups of heads
     weights = jax.nn.softmax(jnp.where(seen, scores, jnp.finfo(jnp.float32).min), axis=-1)

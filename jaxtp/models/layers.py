@@ -8,18 +8,16 @@ heads, H head width, F MLP width, V vocab. They name logical dims, never shards.
 """
 
 import dataclasses
-import functools
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import ClassVar, Literal, TypeVar
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxtp.activations.by_name import ActivePlan, active_plan, constrain
-from jaxtp.errors import JaxtpWarning, NotInterleaved, SizeMismatch, join
+from jaxtp.errors import JaxtpWarning, NotInterleaved, join
 from jaxtp.layers import interleaving, stacked
 from jaxtp.layers.recomputation import BLOCK_OUTPUT, remat_of
 from jaxtp.models.bounds import Depth, Width, check_bounds
@@ -69,48 +67,6 @@ class DecoderConfig:
         remat_of(self.remat)
 
 
-class Decoder(nnx.Module):
-    """What every model of this package is: hidden states, then scores over the vocabulary.
-
-    Parameters are in `config.param_dtype`, activations and logits in `config.dtype`; take losses
-    with `cross_entropy`, which sums in fp32.
-
-    Attributes:
-        config: Its sizes and options, a `DecoderConfig`.
-    """
-
-    config: Any
-
-    def __call__(
-        self,
-        tokens_BT: jax.Array,
-        positions_BT: jax.Array | None = None,
-        segment_ids_BT: jax.Array | None = None,
-    ) -> jax.Array:
-        """Scores of the next token at every position, (batch, tokens, vocab).
-
-        Args:
-            tokens_BT: Token ids.
-            positions_BT: Position of each token, (batch or 1, tokens); default: 0, 1, ...
-            segment_ids_BT: Which document each token belongs to; attention stays inside one.
-                Default: one document.
-        """
-        return self.logits(self.hidden(tokens_BT, positions_BT, segment_ids_BT))
-
-    def hidden(
-        self,
-        tokens_BT: jax.Array,
-        positions_BT: jax.Array | None = None,
-        segment_ids_BT: jax.Array | None = None,
-    ) -> jax.Array:
-        """Final normed hidden states, (batch, tokens, hidden size); arguments as for a call."""
-        raise NotImplementedError
-
-    def logits(self, h_BTD: jax.Array) -> jax.Array:
-        """Scores over the vocab from final hidden states, (batch, tokens, vocab)."""
-        raise NotImplementedError
-
-
 def residual_init(num_layers: int) -> jax.nn.initializers.Initializer:
     """Initialiser of a row kernel: variance 1/fan_in over the number of row products.
 
@@ -137,7 +93,8 @@ class Branch:
     """Attribute of the layer that holds the block: attention or MLP."""
 
     takes: tuple[str, ...] = ()
-    """What the block takes beside its input, by keyword; see `scan_layers`."""
+    """What the block takes beside its input, by keyword; None where the context has none; see
+    `scan_layers`."""
 
     tokenwise: bool = False
     """Whether the block works on each token alone."""
@@ -155,7 +112,7 @@ class Layer(nnx.Module):
         """The residual stream after this layer, (batch, tokens, hidden size)."""
         for branch in self.branches:
             block = getattr(self, branch.block)
-            taken = {name: context[name] for name in branch.takes}
+            taken = {name: context.get(name) for name in branch.takes}
             norm = getattr(self, branch.norm) if branch.norm else _same
             out_BTD = constrain(block(normed(norm, x_BTD), **taken), "residual")
             if branch.post_norm:
@@ -254,7 +211,7 @@ def _as_data(layers: Layer, branch: Branch) -> interleaving.Branch:
         return normed(nnx.merge(norm_graph, params), x_BTD)
 
     def block(params: nnx.State, h_BTD: jax.Array, context: interleaving.Context) -> jax.Array:
-        taken = {name: context[name] for name in branch.takes}
+        taken = {name: context.get(name) for name in branch.takes}
         return nnx.merge(block_graph, params)(h_BTD, **taken)
 
     return interleaving.Branch(
@@ -272,100 +229,3 @@ def normed(norm: Callable[[jax.Array], jax.Array], x_BTD: jax.Array) -> jax.Arra
     # Placed twice: norms compute in fp32 and cast at their end. Without the first constraint XLA
     # gathers before the cast, and twice the bytes cross the wire.
     return constrain(constrain(norm(x_BTD), "residual"), "block_input")
-
-
-def default_positions(tokens_BT: jax.Array) -> jax.Array:
-    """Positions 0, 1, ... of one row, (1, tokens)."""
-    return jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None, :]
-
-
-def token_nats(logits_BTV: jax.Array, targets_BT: jax.Array) -> jax.Array:
-    """Negative log-likelihood in nats of each token, float32 (batch, tokens).
-
-    The target's logit is found by comparing and summing, not by indexing: with the vocab on the
-    tensor axis each device adds up its own part and per-token scalars cross the wire (one max, two
-    sums), while a gather along the vocab would bring all logits to every device. XLA fuses the
-    comparison into the sum; no one-hot array exists.
-
-    Args:
-        logits_BTV: Scores, of any float type; sums are taken in fp32.
-        targets_BT: Token ids.
-    """
-    logits_BTV = logits_BTV.astype(jnp.float32)
-    is_target_BTV = targets_BT[:, :, None] == jnp.arange(logits_BTV.shape[-1])[None, None, :]
-    target_BT = jnp.sum(logits_BTV, axis=-1, where=is_target_BTV)
-    return jax.nn.logsumexp(logits_BTV, axis=-1) - target_BT
-
-
-def cross_entropy(
-    logits_BTV: jax.Array, targets_BT: jax.Array, where_BT: jax.Array | None = None
-) -> jax.Array:
-    """Mean of `token_nats` over the tokens that count, a float32 scalar.
-
-    Args:
-        logits_BTV: Scores, of any float type.
-        targets_BT: Token ids.
-        where_BT: True for tokens that count; default: all.
-    """
-    return jnp.mean(token_nats(logits_BTV, targets_BT), where=where_BT)
-
-
-def generate(
-    model: Decoder,
-    prompt_BT: jax.Array,
-    num_tokens: int,
-    *,
-    temperature: float = 0.0,
-    key: jax.Array | None = None,
-) -> jax.Array:
-    """The prompt followed by `num_tokens` tokens of the model, (batch, prompt + num_tokens).
-
-    One program per total length: each step runs the model on the whole buffer, where causality
-    keeps what is not written yet from mattering. There is no key/value cache; this is for looking
-    at samples.
-
-    Args:
-        model: A model of this package.
-        prompt_BT: Token ids, at least one per row, all rows of one length.
-        num_tokens: Tokens to add.
-        temperature: 0 takes the likeliest token; otherwise logits are divided by it and a token is
-            drawn.
-        key: PRNG key for drawing; default: `jax.random.key(0)`.
-
-    Raises:
-        SizeMismatch: TP003, if the prompt is empty.
-    """
-    num_given = prompt_BT.shape[1]
-    if num_given == 0:
-        raise SizeMismatch("the prompt has no tokens", fix="start from at least one token per row")
-    tokens_BT = jnp.pad(prompt_BT, ((0, 0), (0, num_tokens)))
-    key = jax.random.key(0) if key is None else key
-    graph, params = nnx.split(model)
-    return _fill(graph, params, tokens_BT, num_given, temperature, key)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _fill(
-    graph: nnx.GraphDef,
-    params: nnx.State,
-    tokens_BT: jax.Array,
-    num_given: jax.Array,
-    temperature: jax.Array,
-    key: jax.Array,
-) -> jax.Array:
-    model: Decoder = nnx.merge(graph, params)
-
-    def write(t: jax.Array, tokens_BT: jax.Array) -> jax.Array:
-        h_BTD = model.hidden(tokens_BT)
-        # Only the last known token meets the head: with a large vocab the head is most of a step.
-        h_B1D = jax.lax.dynamic_slice_in_dim(h_BTD, t - 1, 1, axis=1)
-        logits_BV = model.logits(h_B1D)[:, 0].astype(jnp.float32)
-        drawn_B = jax.random.categorical(
-            jax.random.fold_in(key, t), logits_BV / jnp.maximum(temperature, 1e-6)
-        )
-        token_B = jnp.where(temperature > 0, drawn_B, jnp.argmax(logits_BV, axis=-1))
-        return jax.lax.dynamic_update_index_in_dim(
-            tokens_BT, token_B.astype(tokens_BT.dtype), t, axis=1
-        )
-
-    return jax.lax.fori_loop(num_given, tokens_BT.shape[1], write, tokens_BT)

@@ -12,7 +12,8 @@ from flax import nnx
 
 from jaxtp.errors import BadConfig, join
 from jaxtp.models import gpt, llama
-from jaxtp.models.layers import Decoder, DecoderConfig
+from jaxtp.models.decoder import Decoder
+from jaxtp.models.layers import DecoderConfig
 from jaxtp.models.published import Family
 
 

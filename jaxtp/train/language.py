@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtp.models import Decoder
-from jaxtp.models.layers import token_nats
+from jaxtp.models.decoder import token_nats
 from jaxtp.plan.trees import PyTree
 
 Batch = Mapping[str, jax.Array]

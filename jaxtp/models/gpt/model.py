@@ -15,19 +15,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from numpy.typing import NDArray
 
 from jaxtp.activations.by_name import constrain
 from jaxtp.errors import SizeMismatch
 from jaxtp.models.attention import attend
+from jaxtp.models.cache import LayerCache
+from jaxtp.models.decoder import Decoder
 from jaxtp.models.gpt.config import GPTConfig
 from jaxtp.models.layers import (
     Branch,
-    Decoder,
     Layer,
-    default_positions,
-    normed,
     residual_init,
-    scan_layers,
     stack_layers,
 )
 from jaxtp.models.projections import Linear, TokenTable
@@ -51,12 +50,15 @@ class Attention(nnx.Module):
             **types,
         )
 
-    def __call__(self, h_BTD: jax.Array, segment_ids_BT: jax.Array | None) -> jax.Array:
+    def __call__(
+        self, h_BTD: jax.Array, segment_ids_BT: jax.Array | None, cache: LayerCache | None
+    ) -> jax.Array:
         """Attention over earlier tokens of the same segment, (batch, tokens, hidden size)."""
         qkv_BT3NH = self.c_attn(h_BTD)
         q_BTNH, k_BTNH, v_BTNH = (qkv_BT3NH[:, :, i] for i in range(3))
         implementation = self.config.attention_implementation
-        return self.c_proj(attend(q_BTNH, k_BTNH, v_BTNH, segment_ids_BT, implementation))
+        run = attend if cache is None else cache.attend
+        return self.c_proj(run(q_BTNH, k_BTNH, v_BTNH, segment_ids_BT, implementation, None))
 
 
 class MLP(nnx.Module):
@@ -85,7 +87,7 @@ class GPTLayer(Layer):
     def branches(self) -> tuple[Branch, ...]:
         """Attention, then MLP."""
         return (
-            Branch(norm="ln_1", block="attn", takes=("segment_ids_BT",)),
+            Branch(norm="ln_1", block="attn", takes=("segment_ids_BT", "cache")),
             Branch(norm="ln_2", block="mlp", tokenwise=True),
         )
 
@@ -109,28 +111,40 @@ class GPT(Decoder):
         self.h = stack_layers(functools.partial(GPTLayer, config), config.num_hidden_layers, rngs)
         self.ln_f = _norm(config, rngs)
 
-    def hidden(
-        self,
-        tokens_BT: jax.Array,
-        positions_BT: jax.Array | None = None,
-        segment_ids_BT: jax.Array | None = None,
-    ) -> jax.Array:
-        """Final normed hidden states, (batch, tokens, hidden size); arguments as for a call."""
+    def check_length(self, num_tokens: int) -> None:
+        """Whether the position table has rows for so many tokens.
+
+        Raises:
+            SizeMismatch: TP003, if it has not.
+        """
+        # A lookup past the table gives NaN, three layers away from its cause.
         longest = self.config.max_position_embeddings
-        if positions_BT is None:
-            # A lookup past the table gives NaN, three layers away from its cause.
-            if tokens_BT.shape[1] > longest:
-                raise SizeMismatch(
-                    f"{tokens_BT.shape[1]} tokens, but the position table has {longest} rows",
-                    where="max_position_embeddings",
-                    fix=f"use at most {longest} tokens, or a longer table",
-                )
-            positions_BT = default_positions(tokens_BT)
-        x_BTD = self.wte(tokens_BT) + self.wpe(positions_BT)
-        context = {"segment_ids_BT": segment_ids_BT}
-        x_BTD = constrain(x_BTD, "residual")
-        x_BTD = scan_layers(self.h, x_BTD, context, self.config.remat)
-        return normed(self.ln_f, x_BTD)
+        if num_tokens > longest:
+            raise SizeMismatch(
+                f"{num_tokens} tokens, but the position table has {longest} rows",
+                where="max_position_embeddings",
+                fix=f"use at most {longest} tokens, or a longer table",
+            )
+
+    @property
+    def stacked(self) -> GPTLayer:
+        """All layers as one module."""
+        return self.h
+
+    @property
+    def last_norm(self) -> nnx.LayerNorm:
+        """The norm behind the last layer."""
+        return self.ln_f
+
+    def embed(self, tokens_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
+        """The residual stream in front of the first layer, (batch, tokens, hidden size)."""
+        return constrain(self.wte(tokens_BT) + self.wpe(positions_BT), "residual")
+
+    def context(
+        self, positions_BT: jax.Array, segment_ids_BT: jax.Array | None
+    ) -> tuple[dict[str, jax.Array | None], dict[str, NDArray[Any]]]:
+        """What all layers take; they do not differ."""
+        return {"segment_ids_BT": segment_ids_BT}, {}
 
     def logits(self, h_BTD: jax.Array) -> jax.Array:
         """Scores over the vocab from final hidden states, (batch, tokens, vocab)."""

@@ -156,8 +156,7 @@ class LlamaConfig(DecoderConfig):
             )
         if self.rotary_width % 2 or not self.rotary_width:
             raise SizeMismatch(
-                f"rotary positions turn pairs, and {self.rotary_width} elements of head_dim "
-                f"{self.head_dim} turn",
+                f"rotary positions turn pairs, and rotary_share of head_dim is {self.rotary_width}",
                 where="head_dim",
                 fix="use an even head_dim",
             )

@@ -18,14 +18,12 @@ from numpy.typing import NDArray
 
 from jaxtp.activations.by_name import constrain, spread
 from jaxtp.models.attention import attend, rotary
+from jaxtp.models.cache import LayerCache
+from jaxtp.models.decoder import Decoder
 from jaxtp.models.layers import (
     Branch,
-    Decoder,
     Layer,
-    default_positions,
-    normed,
     residual_init,
-    scan_layers,
     stack_layers,
 )
 from jaxtp.models.llama.config import LlamaConfig
@@ -82,17 +80,20 @@ class Attention(nnx.Module):
         angles_BTH: jax.Array,
         segment_ids_BT: jax.Array | None,
         has_window: jax.Array | None,
+        cache: LayerCache | None,
     ) -> jax.Array:
         """Attention over earlier tokens of the same segment, (batch, tokens, hidden size)."""
         config = self.config
-        # Under a plan that splits queries further than keys, K below counts a kv head once for
-        # each device that needs it.
-        k_proj, v_proj = self._spread(self.k_proj), self._spread(self.v_proj)
+        k_proj, v_proj = self.k_proj, self.v_proj
+        if cache is None:
+            # Under a plan that splits queries further than keys, K below counts a kv head once for
+            # each device that needs it: that makes gradients cheaper, and a cache larger.
+            k_proj, v_proj = self._spread(k_proj), self._spread(v_proj)
         q_BTNH, k_BTKH, v_BTKH = self.q_proj(h_BTD), k_proj(h_BTD), v_proj(h_BTD)
         if config.qk_norm:
             q_BTNH, k_BTKH = self._normed(self.q_norm, q_BTNH), self._normed(self.k_norm, k_BTKH)
         q_BTNH, k_BTKH = rotary(q_BTNH, angles_BTH), rotary(k_BTKH, angles_BTH)
-        out_BTNH = attend(
+        out_BTNH = (attend if cache is None else cache.attend)(
             q_BTNH,
             k_BTKH,
             v_BTKH,
@@ -171,7 +172,7 @@ class LlamaLayer(Layer):
     @property
     def branches(self) -> tuple[Branch, ...]:
         """Attention, then MLP."""
-        takes = ("angles_BTH", "segment_ids_BT", "has_window")
+        takes = ("angles_BTH", "segment_ids_BT", "has_window", "cache")
         before, after = NORMS[self.self_attn.config.norms]
         return (
             Branch(norm=before[0], post_norm=after[0], block="self_attn", takes=takes),
@@ -222,36 +223,36 @@ class Llama(Decoder):
         if not config.tie_word_embeddings:
             self.lm_head = linear(config.hidden_size, config.vocab_size)
 
-    def hidden(
-        self,
-        tokens_BT: jax.Array,
-        positions_BT: jax.Array | None = None,
-        segment_ids_BT: jax.Array | None = None,
-    ) -> jax.Array:
-        """Final normed hidden states, (batch, tokens, hidden size); arguments as for a call."""
-        config = self.config
-        if positions_BT is None:
-            positions_BT = default_positions(tokens_BT)
-        x_BTD = self.embed_tokens(tokens_BT)
-        if config.scale_embedding:
-            x_BTD = x_BTD * math.sqrt(config.hidden_size)  # rounded to the type of x, as there
-        context, rows = self._context(positions_BT, segment_ids_BT)
-        x_BTD = scan_layers(self.layers, x_BTD, context, config.remat, rows)
-        return normed(self.norm, x_BTD)
+    @property
+    def stacked(self) -> LlamaLayer:
+        """All layers as one module."""
+        return self.layers
 
-    def _context(
+    @property
+    def last_norm(self) -> nnx.RMSNorm:
+        """The norm behind the last layer."""
+        return self.norm
+
+    def embed(self, tokens_BT: jax.Array, positions_BT: jax.Array) -> jax.Array:
+        """The residual stream in front of the first layer, (batch, tokens, hidden size)."""
+        x_BTD = self.embed_tokens(tokens_BT)
+        if self.config.scale_embedding:
+            x_BTD = x_BTD * math.sqrt(self.config.hidden_size)  # rounded to the type of x, as there
+        return x_BTD
+
+    def context(
         self, positions_BT: jax.Array, segment_ids_BT: jax.Array | None
     ) -> tuple[dict[str, jax.Array | None], dict[str, NDArray[Any]]]:
         """What all layers take, and what each of them takes where they differ."""
         frequencies_LH = layer_frequencies(self.config).astype(np.float32)
-        context = {"segment_ids_BT": segment_ids_BT, "has_window": None}
         rows: dict[str, NDArray[Any]] = {}
         if self.config.layer_types is not None:
             rows["has_window"] = sliding_layers(self.config)
         if (frequencies_LH != frequencies_LH[0]).any():
             rows["frequencies_H"] = frequencies_LH
-            return context | {"positions_BT": positions_BT}, rows
-        return context | {"angles_BTH": angles(positions_BT, frequencies_LH[0])}, rows
+            return {"segment_ids_BT": segment_ids_BT, "positions_BT": positions_BT}, rows
+        turned = angles(positions_BT, frequencies_LH[0])
+        return {"segment_ids_BT": segment_ids_BT, "angles_BTH": turned}, rows
 
     def logits(self, h_BTD: jax.Array) -> jax.Array:
         """Scores over the vocab from final hidden states, (batch, tokens, vocab)."""
