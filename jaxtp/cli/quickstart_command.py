@@ -32,7 +32,7 @@ from jaxtp.train.optimizer import build_optimizer
 from jaxtp.train.step import jit_step
 
 CONFIG, _ = load(Path(__file__).with_name("quickstart.toml"))
-TrainState = tuple[models.Llama | models.GPT, nnx.Optimizer]
+TrainState = tuple[models.Decoder, nnx.Optimizer]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ class Settings:
 DEFAULTS = Settings()
 
 
-def loss_fn(model: models.Llama | models.GPT, tokens: jax.Array) -> jax.Array:
+def loss_fn(model: models.Decoder, tokens: jax.Array) -> jax.Array:
     """Nats per byte of predicting each token from those before it."""
     return models.cross_entropy(model(tokens[:, :-1]), tokens[:, 1:])
 
@@ -92,7 +92,7 @@ def quickstart(settings: Annotated[Settings, tyro.conf.arg(name="")] = DEFAULTS)
 
     tx, schedule = optimizer_of(settings)
 
-    def init() -> models.Llama | models.GPT:
+    def init() -> models.Decoder:
         return models.build(CONFIG.model, nnx.Rngs(settings.seed))
 
     def step_fn(state: TrainState, tokens: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -160,7 +160,7 @@ def report(loss: float, train: data.Tokens, held_out: np.ndarray) -> None:
     print(f"  below the frequencies by                         {unigram - loss:.3f}")
 
 
-def print_sample(model: models.Llama | models.GPT) -> None:
+def print_sample(model: models.Decoder) -> None:
     """Prints a piece of Python-like text that the model makes up."""
     prompt = jnp.asarray([list(b"class Reader:\n    def __init__(self, ")])
     tokens = models.generate(model, prompt, 90, temperature=0.7)
