@@ -1,0 +1,242 @@
+"""What users pass by mistake ends in a coded error, before anything compiles and never in a raw one.
+
+A row is a call and the code of its error. Rows are cheap: tiny trees, shapes where shapes will do.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxtp
+from jaxtp.plan.stages import Stages
+
+TREE = {"up": {"kernel": np.ones((32, 128))}, "down": {"kernel": np.ones((128, 32))}}
+QKVO = {f"{n}_proj": {"kernel": np.ones((64, 64))} for n in "qkvo"}
+SIZES = {"dp": 2, "tp": 4}
+X = np.ones((8, 32))
+TX = optax.sgd(0.1)
+NAN, INF = float("nan"), float("inf")
+NO_MESH = [None, 4, 2.5, "tp", [2, 4], (2, 4), {}, [], object(), TREE, jnp.ones(4), nn.Dense(4), TX]
+NO_SIZE = ["4", None, 2.5, NAN, INF, True, 0, -1, [4], (), {}, b"4", "tp"]
+NO_SPEC = [None, 4, "tp", {"tp": 0}, P(None, 4), P("dp", "dp"), P("nope"), P(None, None, "tp")]
+NO_SPEC += [P(("tp", "tp")), ["a", 1], P("tp", "tp"), b"tp", True, 2.5, object(), {"a"}, P(("x",))]
+NO_MAPPING = [["up"], "up", 4, ("up",), object(), P("tp"), {"up"}, b"up"]
+NO_COUNT = ["8", 8.0, NAN, [8], (8,), True, b"8", {}, object()]
+NO_INPUTS = [X, jnp.ones(4), "x", 4, {"x": X}, jax.ShapeDtypeStruct((8, 32), "float32"), P()]
+NO_PLAN = ["plan", 4, {}, [], TREE, SIZES, object(), b"{}"]
+NO_TREE = [None, "params", [], {}, (), {"a": "text"}, {"a": object()}, [None], {"a": len}]
+NO_TX = ["adamw", 4, object(), [], {}, 0.1, optax.sgd]
+
+
+def mesh():
+    return jaxtp.make_mesh(tp=4, dp=2)
+
+
+def loss(params, x):
+    return x @ params["up"]["kernel"] @ params["down"]["kernel"]
+
+
+def plan(tree=TREE, sizes=SIZES, **options):
+    return jaxtp.make_plan(tree, sizes, **options)
+
+
+def table():
+    """`(what is wrong, the call, the code of its error)`."""
+    sized = [("mesh size", size) for size in NO_SIZE if not (isinstance(size, int) and size == -1)]
+    for what, bad in sized:
+        yield f"{what} {bad!r}", lambda bad=bad: plan(sizes={"tp": bad}), "TP010"
+    for bad in NO_MESH:
+        name = type(bad).__name__
+        yield f"make_plan on {name} {bad!r:.9}", lambda bad=bad: plan(sizes=bad), "TP010"
+        yield f"shard on {name} {bad!r:.9}", lambda bad=bad: jaxtp.shard(TREE, bad), "TP010"
+        yield (
+            f"init_sharded on {name} {bad!r:.9}",
+            lambda bad=bad: jaxtp.init_sharded(lambda: TREE, TX, bad),
+            "TP010",
+        )
+        yield (
+            f"jit_step on {name} {bad!r:.9}",
+            lambda bad=bad: jaxtp.jit_step(lambda s, b: s, TREE, bad),
+            "TP010",
+        )
+        yield (
+            f"verify on {name} {bad!r:.9}",
+            lambda bad=bad: jaxtp.verify(loss, TREE, (X,), bad),
+            ("TP010"),
+        )
+        yield f"batch on {name} {bad!r:.9}", lambda bad=bad: jaxtp.shard_batch(X, bad), "TP010"
+    for bad in NO_SIZE:
+        if bad == -1:
+            continue
+        for axis in ("tp", "dp", "ep"):
+            yield (
+                f"make_mesh {axis}={bad!r}",
+                lambda axis=axis, bad=bad: jaxtp.make_mesh(**{"tp": 1, axis: bad}),
+                "TP010",
+            )
+    for bad in ({"tq": 2}, {"model": 2}, {"TP": 2}):
+        yield f"make_mesh {bad}", lambda bad=bad: jaxtp.make_mesh(tp=2, **bad), "TP010"
+    for bad in (8, 2.5, object()):
+        yield f"devices {bad!r}", lambda bad=bad: jaxtp.make_mesh(tp=2, devices=bad), "TP010"
+    yield "no devices", lambda: jaxtp.make_mesh(tp=2, devices=[]), "TP010"
+    yield "two open sizes", lambda: jaxtp.make_mesh(tp=-1, dp=-1), "TP010"
+    yield "too many devices", lambda: jaxtp.make_mesh(tp=64), "TP010"
+    yield "idle devices", lambda: jaxtp.make_mesh(tp=2), "TP011"
+    for bad in NO_MAPPING:
+        if bad:
+            yield f"axis_names {bad!r:.12}", lambda bad=bad: plan(axis_names=bad), "TP010"
+            yield f"overrides {bad!r:.12}", lambda bad=bad: plan(overrides=bad), "TP020"
+        yield (
+            f"state_overrides {bad!r:.12}",
+            lambda bad=bad: jaxtp.state_specs(TREE, plan(), state_overrides=bad),
+            "TP044",
+        )
+    for bad in ({"tp": "tp", "dp": "tp"}, {"tp": "nope"}, {"tensor": "tp"}, {"tp": 4}, {4: "tp"}):
+        yield f"axis_names {bad}", lambda bad=bad: plan(axis_names=bad), "TP010"
+    yield "no tensor axis", lambda: plan(sizes={"data": 2, "model": 4}), "TP013"
+    for bad in NO_SPEC:
+        yield f"override {bad!r:.30}", lambda bad=bad: plan(overrides={"up": bad}), "TP044"
+        yield (
+            f"state override {bad!r:.30}",
+            lambda bad=bad: jaxtp.state_specs(TREE, plan(), state_overrides={"up": bad}),
+            "TP044",
+        )
+    yield (
+        "a sharding as override",
+        lambda: plan(overrides={"up": NamedSharding(mesh(), P(None, "tp"))}),
+        "TP044",
+    )
+    for pattern in ("(", "[", "*", 4, None, b"up"):
+        yield f"pattern {pattern!r}", lambda p=pattern: plan(overrides={p: P()}), "TP044"
+    yield "override of nothing", lambda: plan(overrides={"nothing": P()}), "TP040"
+    yield (
+        "override that does not divide",
+        (lambda: plan({"w": np.ones((6, 6))}, overrides={"w": P("tp")})),
+        "TP003",
+    )
+    for name in ("heads", "kv_heads", "head_dim"):
+        for bad in NO_COUNT:
+            yield f"{name}={bad!r:.12}", lambda n=name, b=bad: plan(QKVO, **{n: b}), "TP020"
+        yield f"{name}=-8", lambda n=name: plan(QKVO, **{n: -8}), "TP003"
+    yield "heads over kv heads", lambda: plan(QKVO, heads=8, kv_heads=3), "TP003"
+    for bad in ("config.json", b"config.json", 8, 2.5, [8], (8,)):
+        yield f"config={bad!r}", lambda bad=bad: plan(config=bad), "TP020"
+    for bad in ("8", 8.0, NAN, "eight"):
+        for key in ("num_attention_heads", "hidden_size", "vocab_size", "num_key_value_heads"):
+            yield f"config {key}={bad!r}", lambda k=key, b=bad: plan(config={k: b}), "TP020"
+    for bad in (2, "2", [2], {"layers": 2}, True):
+        yield f"stages={bad!r}", lambda bad=bad: plan(stages=bad), "TP074"
+    yield "stages without a stack", lambda: plan(sizes={"pp": 2, "tp": 2}), "TP074"
+    yield (
+        "stages of another mesh",
+        lambda: plan(stages=Stages.even(4, 2, micro_batches=2)),
+        "TP074",
+    )
+    for bad in (NAN, INF, -1, 1.5, "0.1", True):
+        yield f"budget {bad!r}", lambda bad=bad: plan(replicated_budget=bad), "TP020"
+    for bad in ("pad", "", None, 4, "FACTOR"):
+        yield f"policy {bad!r}", lambda bad=bad: plan(policy=bad), "TP020"
+    for bad in (4, -1, "3", None, 2.5):
+        yield f"zero {bad!r}", lambda bad=bad: plan(zero=bad), "TP020"
+    for bad in NO_INPUTS:
+        yield f"inputs {bad!r:.12}", lambda bad=bad: plan(fn=loss, inputs=bad), "TP046"
+        yield (
+            f"verify inputs {bad!r:.12}",
+            lambda bad=bad: jaxtp.verify(loss, TREE, bad, mesh()),
+            "TP046",
+        )
+    for bad in ("fn", 4, TREE, object()):
+        yield f"fn {bad!r:.12}", lambda bad=bad: plan(fn=bad, inputs=(X,)), "TP046"
+    yield "fn without inputs", lambda: plan(fn=loss), "TP046"
+    yield "inputs without fn", lambda: plan(inputs=(X,)), "TP046"
+    yield "a Linen module without inputs", lambda: plan(fn=nn.Dense(4)), "TP046"
+    for bad in NO_TREE:
+        yield f"tree {bad!r:.14}", lambda bad=bad: plan(bad), "TP046"
+        yield f"shard {bad!r:.14}", lambda bad=bad: jaxtp.shard(bad, mesh()), "TP046"
+    for bad in NO_PLAN:
+        yield f"plan {bad!r:.12}", lambda bad=bad: jaxtp.shard(TREE, mesh(), plan=bad), "TP045"
+        yield f"unshard by {bad!r:.12}", lambda bad=bad: jaxtp.unshard(TREE, bad), "TP045"
+        yield (
+            f"jit_step by {bad!r:.12}",
+            lambda bad=bad: jaxtp.jit_step(lambda s, b: s, TREE, mesh(), plan=bad),
+            "TP045",
+        )
+        yield (
+            f"init_sharded by {bad!r:.12}",
+            lambda bad=bad: jaxtp.init_sharded(lambda: {"w": jnp.ones(4)}, TX, mesh(), plan=bad),
+            "TP045",
+        )
+    for bad in ("", "{}", "[]", "null", "not json", '{"format": 99}', '{"format": 1}'):
+        yield f"plan text {bad}", lambda bad=bad: jaxtp.Plan.from_json(bad), "TP045"
+    for bad in ("nothing", "", "up"):
+        yield f"explain {bad!r}", lambda bad=bad: plan().explain(bad), "TP045"
+    yield "plan of another tree", lambda: jaxtp.shard({"x": X}, mesh(), plan=plan()), "TP045"
+    yield "half of a tree", lambda: jaxtp.shard({"up": TREE["up"]}, mesh(), plan=plan()), "TP045"
+    yield (
+        "another shape",
+        lambda: jaxtp.shard({**TREE, "up": {"kernel": np.ones((4, 4))}}, mesh(), plan=plan()),
+        "TP045",
+    )
+    yield (
+        "plan of another mesh",
+        lambda: jaxtp.shard(TREE, mesh(), plan=plan(sizes={"dp": 4, "tp": 2})),
+        "TP010",
+    )
+    yield "plan and options", lambda: jaxtp.shard(TREE, mesh(), plan=plan(), heads=8), "TP020"
+    yield "a mesh of shapes", lambda: jaxtp.shard(TREE, AbstractMesh((8,), ("tp",))), "TP010"
+    for bad in NO_TX:
+        yield (
+            f"optimizer {bad!r:.12}",
+            lambda bad=bad: jaxtp.init_sharded(lambda: TREE, bad, mesh()),
+            "TP046",
+        )
+    for bad in (TREE, 4, "init", None):
+        yield f"init_fn {bad!r:.12}", lambda b=bad: jaxtp.init_sharded(b, TX, mesh()), "TP046"
+    yield "swapped", lambda: jaxtp.init_sharded(lambda: TREE, mesh(), TX), "TP046"
+    yield "mesh first", lambda: jaxtp.make_plan(SIZES, TREE), "TP010"
+    yield "shard(mesh, tree)", lambda: jaxtp.shard(mesh(), TREE), "TP010"
+    for bad in ("step", 4, TREE, None):
+        yield f"step {bad!r:.12}", lambda b=bad: jaxtp.jit_step(b, TREE, mesh()), "TP133"
+    yield "a state on the host", lambda: jaxtp.jit_step(lambda s, b: s, TREE, mesh()), "TP070"
+    yield "parameters on the host", lambda: jaxtp.init_optimizer(TX, TREE), "TP070"
+    for bad in (np.ones((3, 2)), {"x": np.ones((5, 2))}):
+        yield f"batch of {bad!r:.14}", lambda b=bad: jaxtp.shard_batch(b, mesh()), "TP003"
+    for bad in ("text", {"x": "text"}, {"x": object()}):
+        yield f"batch {bad!r:.14}", lambda b=bad: jaxtp.shard_batch(b, mesh()), "TP046"
+    yield "too few logits", lambda: jaxtp.mask_padding(jnp.ones((2, 4)), 5), "TP003"
+    yield (
+        "vocabulary that nobody masks",
+        lambda: plan(
+            {
+                "embed": {"embedding": np.ones((1001, 64))},
+                "lm_head": {"kernel": np.ones((64, 1001))},
+            },
+            pad_vocab=True,
+        ),
+        "TP020",
+    )
+    yield "nothing on tp", lambda: plan(QKVO, strict=True), "TP042"
+    yield "an axis that does nothing", lambda: plan(sizes={"ep": 2, "tp": 4}, strict=True), "TP011"
+    for bad in ("no-such-file.json", "/proc/nope"):
+        yield f"tree file {bad}", lambda b=bad: jaxtp.load_tree(b), "TP132"
+
+
+ROWS = {what: (call, code) for what, call, code in table()}
+
+
+@pytest.mark.parametrize("what", ROWS)
+def test_bad_input_is_coded(what):
+    call, code = ROWS[what]
+    with pytest.raises(jaxtp.JaxtpError) as caught:
+        call()
+    assert caught.value.code == code, caught.value
+    assert caught.value.fix
+
+
+def test_the_table_is_large():
+    assert len(ROWS) >= 300
