@@ -6,4 +6,7 @@ imported when it is first used, so that a program or a command pays only for wha
 
 import lazy_loader
 
+__version__ = "0.1.0"
+"""As in pyproject.toml."""
+
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -40,3 +40,5 @@ from .processes.startup import initialize as initialize
 from .rules.planner import make_plan as make_plan
 from .train.mesh_search import search as search
 from .train.step import jit_step as jit_step
+
+__version__: str

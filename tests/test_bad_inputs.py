@@ -1,4 +1,4 @@
-"""What users pass by mistake ends in a coded error, before anything compiles and never in a raw one.
+"""What users pass by mistake ends in a coded error before anything compiles, never in a raw one."""
 
 A row is a call and the code of its error. Rows are cheap: tiny trees, shapes where shapes will do.
 """
@@ -46,7 +46,7 @@ def plan(tree=TREE, sizes=SIZES, **options):
 
 
 def table():
-    """`(what is wrong, the call, the code of its error)`."""
+    """What is wrong, the call, and the code of its error."""
     sized = [("mesh size", size) for size in NO_SIZE if not (isinstance(size, int) and size == -1)]
     for what, bad in sized:
         yield f"{what} {bad!r}", lambda bad=bad: plan(sizes={"tp": bad}), "TP010"

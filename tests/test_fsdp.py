@@ -46,7 +46,7 @@ def test_every_stage_cuts_the_same_dims_of_different_things():
     text = plan_of("llama-tiny", zero=1).explain(kernel)
     assert "state    P(-, fsdp, tp)" in text
     assert "fsdp=2 on dim 1 of optimizer state" in text
-    assert "fsdp=2 on dim 1" in str(plan_of("llama-tiny"))
+    assert "fsdp=2 on dim 1" in plan_of("llama-tiny")._repr_html_()
 
 
 def test_without_the_axis_nothing_changes():

@@ -1,5 +1,6 @@
 """`make_plan` from every kind of input, and everything it refuses or notes."""
 
+import html
 import json
 import time
 
@@ -519,3 +520,16 @@ def test_a_405b_model_plans_in_less_than_a_second():
     assert len(result.decisions) == 2 + 126 * 9
     # All but norms are split eight ways.
     assert result.bytes_per_device * 8 < result.num_bytes * 1.001
+
+
+def test_a_plan_shows_itself_in_a_hundred_columns():
+    tree = structs({"a" * 90 + "/kernel": (64, 64), **llama(num_layers=2)})
+    result = jaxtp.make_plan(tree, {"dp": 2, "tp": 4})
+    lines = str(result).splitlines()
+    assert max(map(len, lines)) <= 100
+    assert any("..." in line for line in lines)
+    assert repr(result) == f"<{lines[0]}>"
+    page = result._repr_html_()
+    reasons = (d.fallback or d.reasons[-1] for _, _, d in result.rows())
+    assert all(reason in html.unescape(page) for reason in reasons)
+    assert page.count("<tr>") == 1 + len(list(result.rows()))

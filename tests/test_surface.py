@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import jaxtp
@@ -39,6 +40,11 @@ def test_the_changelog_says_where_modules_went():
     assert len(moved) > 60
     assert [new for _, new in moved if importlib.util.find_spec(new) is None] == []
     assert len(dict(moved)) == len(moved)
+
+
+def test_the_version_is_the_packages():
+    text = (Path(jaxtp.__file__).parent.parent / "pyproject.toml").read_text()
+    assert tomllib.loads(text)["project"]["version"] == jaxtp.__version__
 
 
 def test_plans_do_not_depend_on_the_hash_seed():

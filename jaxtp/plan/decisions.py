@@ -17,6 +17,7 @@ from jaxtp.errors import PlanMismatch
 from jaxtp.mesh.axes import MeshShape
 from jaxtp.plan.stages import Stages
 from jaxtp.plan.stored_form import Blocks, Padding, stored_shape
+from jaxtp.plan.table import Row, html_table, note_lines, text_table
 from jaxtp.plan.trees import PyTree, Spec, itemsize, map_with_path, partition_spec, spec_text
 
 FORMAT = 1
@@ -87,7 +88,7 @@ class ParamDecision:
         return stored // math.prod(mesh.ways(axes) for axes in self.spec)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Plan:
     """All decisions for one tree on one mesh shape. Frozen, comparable, JSON round-trip.
 
@@ -205,26 +206,45 @@ class Plan:
         for (wild, *_), members in folded.items():
             yield (str(wild) if len(members) > 1 else members[0].path), len(members), members[0]
 
-    def __str__(self) -> str:
-        """One line per parameter (repeated layers folded): spec, role, reason, bytes per device."""
-        rows = [("parameter", "shape", "spec", "role", "MB/device", "reason")]
-        for path, count, d in self.rows():
-            size = d.bytes_per_device(self.mesh) * count / 1e6
-            name = path if count == 1 else f"{path} (x{count})"
-            reason = d.fallback or d.reasons[-1]
-            shape = "x".join(map(str, d.shape)) or "scalar"
-            rows.append((name, shape, spec_text(d.spec), d.role, f"{size:,.3f}", reason))
-        widths = [max(len(r[i]) for r in rows) for i in range(5)]
-        lines = [
-            "  ".join((*(c.ljust(w) for c, w in zip(r[:5], widths, strict=True)), r[5])).rstrip()
-            for r in rows
-        ]
+    @property
+    def summary(self) -> str:
+        """The mesh, parameters and bytes in one line."""
         total = (
             f"{self.bytes_per_device / 1e6:,.1f} MB per device of {self.num_bytes / 1e6:,.1f} MB"
         )
-        head = f"plan for {self.mesh}: {len(self.decisions)} parameters, {total}"
+        return f"plan for {self.mesh}: {len(self.decisions)} parameters, {total}"
+
+    def __repr__(self) -> str:
+        """The summary; `print(plan)` shows the table."""
+        return f"<{self.summary}>"
+
+    def _cells(self) -> list[Row]:
+        """One tuple of texts for each row."""
+        return [
+            (
+                path if count == 1 else f"{path} (x{count})",
+                "x".join(map(str, d.shape)) or "scalar",
+                spec_text(d.spec),
+                d.role,
+                f"{d.bytes_per_device(self.mesh) * count / 1e6:,.3f}",
+                d.fallback or d.reasons[-1],
+            )
+            for path, count, d in self.rows()
+        ]
+
+    def __str__(self) -> str:
+        """One line per parameter (repeated layers folded): spec, role, bytes per device, reason.
+
+        Lines have at most 100 columns; `explain` gives a reason in full.
+        """
         stages = [f"stages: {self.stages}"] if self.stages else []
-        return "\n".join((head, *stages, *(f"note: {n}" for n in self.notes), *lines))
+        notes = [line for note in self.notes for line in note_lines(note)]
+        return "\n".join((self.summary, *stages, *notes, *text_table(self._cells())))
+
+    def _repr_html_(self) -> str:
+        """The same for a notebook, reasons in full."""
+        stages = [f"stages: {self.stages}"] if self.stages else []
+        return html_table(self.summary, [*stages, *self.notes], self._cells())
 
     def to_json(self) -> str:
         """All of the plan as JSON text, stable between runs."""
