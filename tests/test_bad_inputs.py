@@ -1,4 +1,4 @@
-"""What users pass by mistake ends in a coded error before anything compiles, never in a raw one."""
+"""Mistakes of users: each ends in a coded error before anything compiles, never in a raw one.
 
 A row is a call and the code of its error. Rows are cheap: tiny trees, shapes where shapes will do.
 """
