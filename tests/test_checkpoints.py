@@ -336,3 +336,40 @@ def test_fingerprints_know_neither_mesh_nor_padding_but_every_bit():
     assert found["x"] == found["spread"] == found["padded"] != found["flipped"]
     assert len({found[name] for name in others}) == len(others)
     assert 0 not in found.values()
+
+
+def dropout_step(mesh):
+    """A step whose dropout is a function of the state's key and the step alone."""
+
+    def step(state):
+        key = jax.random.fold_in(state["rng"], state["step"])
+        kept = jax.random.bernoulli(key, 0.5, state["kernel"].shape)
+        new = state["kernel"] * jnp.where(kept, 1.01, 0.99)
+        return {"kernel": new, "rng": state["rng"], "step": state["step"] + 1}
+
+    spread = NamedSharding(mesh, PartitionSpec(None, "tp"))
+    whole = NamedSharding(mesh, PartitionSpec())
+    places = {"kernel": spread, "rng": whole, "step": whole}
+    kernel = jnp.arange(4096.0).reshape(64, 64)
+    first = {"kernel": kernel, "rng": jax.random.key(3), "step": jnp.int32(0)}
+    return jax.device_put(first, places), jax.jit(step, out_shardings=places)
+
+
+def test_dropout_is_the_same_on_every_mesh_and_after_a_restart(tmp_path):
+    found = []
+    for sizes in ({"tp": 8}, {"tp": 2, "dp": 4}, {"tp": 1, "dp": 8}):
+        state, step = dropout_step(make_mesh(**sizes))
+        for _ in range(6):
+            state = step(state)
+        found.append(np.asarray(state["kernel"]))
+    state, step = dropout_step(make_mesh(tp=4, dp=2))
+    with Checkpoints(tmp_path) as checkpoints:
+        for _ in range(3):
+            state = step(state)
+        checkpoints.save(3, state)
+    state, step = dropout_step(make_mesh(tp=8))
+    state = checkpoints.restore(state).state
+    for _ in range(3):
+        state = step(state)
+    for kernel in found:
+        np.testing.assert_array_equal(kernel, np.asarray(state["kernel"]))

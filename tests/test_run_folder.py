@@ -11,9 +11,11 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
+from jaxtp import Checkpoints
 from jaxtp.errors import BadRunFolder, RunFolderTaken
 from jaxtp.io import disk
 from jaxtp.train import run_folder
@@ -185,3 +187,11 @@ def test_room_is_asked_for_only_where_it_lacks(number):
         assert re.search(r"run\.folder|put it back", disk.remedy(error))
     full = ValueError(f"RESOURCE_EXHAUSTED: Error writing: {os.strerror(errno.ENOSPC)}")
     assert disk.remedy(full).startswith("make room on the disk")
+
+
+@pytest.mark.parametrize("address", ["gs://bucket/run", Path("s3://bucket/run"), "az://bucket/b"])
+def test_addresses_of_stores_are_refused(address):
+    for use in (Checkpoints, lambda folder: hold(Path(folder)).__enter__()):
+        with pytest.raises(BadRunFolder, match=r"TP093 at .*bucket.*\n.*fix: mount the store"):
+            use(address)
+    disk.refuse_address("/runs/a:/b")

@@ -72,9 +72,13 @@ class Checkpoints:
     Attributes:
         folder: Where they are, each in a folder called as its step.
         keep_last: How many are kept.
+
+    Raises:
+        BadRunFolder: TP093, for an address such as `gs://bucket/run`.
     """
 
     def __init__(self, folder: Path | str, *, keep_last: int = 3) -> None:
+        disk.refuse_address(folder)
         self.folder, self.keep_last = Path(folder).absolute(), keep_last
         self._manager: ocp.CheckpointManager | None = None
         self._restored: int | None = None

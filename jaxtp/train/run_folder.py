@@ -170,9 +170,11 @@ def hold(
 
     Raises:
         RunFolderTaken: TP092, in every process, if it belongs to a run that still lives.
-        BadRunFolder: TP093, in every process, if it cannot be written to; and whenever inside the
-            block an error of the file system comes from this folder.
+        BadRunFolder: TP093, in every process, if it cannot be written to, or is an address such as
+            `gs://bucket/run`; and whenever inside the block an error of the file system comes from
+            this folder.
     """
+    disk.refuse_address(folder)
     place = folder.absolute()
     if place in _held:
         yield _held[place]
