@@ -127,7 +127,7 @@ def test_dims_that_a_scan_runs_along_are_told_whoever_decides(axis):
 
     shapes = {"one": [32, 48], "two": [48, 32]}
     params = {k: shape(*s[:axis], 64, *s[axis:]) for k, s in shapes.items()}
-    votes = [*dataflow.votes(model, params, (shape(2, 3, 32),))]
+    votes = dataflow.trace(model, params, (shape(2, 3, 32),)).votes
     assert {v.path: v.stacked_dims for v in votes} == {"one": (axis,), "two": (axis,)}
     given = Vote("one", Source.OVERRIDE, Role.GIVEN, "given", spec=((), (), ()))
     claims = resolve.decide(trees.flatten(params), [*votes, given])

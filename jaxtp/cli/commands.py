@@ -68,7 +68,7 @@ def _run(args: Sequence[str]) -> int:
         raise BadUsage(f"there is no command {name!r}", fix=fix)
     # A known command needs its own room alone; for help all are needed.
     names = [name] if name in COMMANDS else list(COMMANDS)
-    app = tyro.extras.SubcommandApp()
+    app: Any = tyro.extras.SubcommandApp()  # its overloads do not know keyword use as a call
     for one in names:
         app.command(command(one), name=one)
     app.cli(prog="jaxtp", description=__doc__, args=args)

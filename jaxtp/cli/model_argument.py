@@ -54,7 +54,8 @@ def load_subject(text: str) -> Subject:
     # Half a second of imports, which a file of shapes need not wait for.
     models = importlib.import_module("jaxtp.models")
     if text in models.PRESETS:
-        tokens = min(PRESET_TOKENS, models.config_of(text).max_position_embeddings)
+        most = getattr(models.config_of(text), "max_position_embeddings", PRESET_TOKENS)
+        tokens = min(PRESET_TOKENS, most)  # learned positions are a table that ends
         inputs = (jax.ShapeDtypeStruct((1, tokens), jnp.int32),)
         return Subject(params=models.abstract(text), inputs=inputs)
     module, colon, name = text.partition(":")

@@ -1,6 +1,7 @@
 """Evidence from the model's own program: findings of `rules/jaxpr` as votes."""
 
 import contextlib
+import dataclasses
 import inspect
 import math
 from collections import defaultdict
@@ -8,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jaxtp.errors import BadTree, join
+from jaxtp.plan.stored_form import masks_seen
 from jaxtp.plan.trees import PyTree
 from jaxtp.rules.jaxpr import Analysis, Finding, Option, analyse
 from jaxtp.rules.roles import Fused, Placement, Role, Source, Vote
@@ -19,8 +21,21 @@ ROLES: dict[str, Role] = {
 """Roles that the analysis words differently; the others have the same name."""
 
 
-def votes(fn: Any, params: PyTree, inputs: Sequence[Any] | None) -> Iterator[Vote]:
-    """Votes from one traced forward call; none if nothing was given to trace.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Traced:
+    """What one traced forward call shows; nothing, if there was nothing to trace.
+
+    Attributes:
+        votes: One for every parameter that the call uses.
+        masked: Vocabulary sizes, in elements, for which the model masks padded logits.
+    """
+
+    votes: tuple[Vote, ...] = ()
+    masked: frozenset[int] = frozenset()
+
+
+def trace(fn: Any, params: PyTree, inputs: Sequence[Any] | None) -> Traced:
+    """Votes, and what else is seen, from one forward call.
 
     Args:
         fn: A function of the parameters and the inputs, a Linen module, or None for an
@@ -33,11 +48,13 @@ def votes(fn: Any, params: PyTree, inputs: Sequence[Any] | None) -> Iterator[Vot
     """
     check_inputs(inputs)
     if fn is None and inputs is None:
-        return
+        return Traced()
     call = forward(fn, params)
     if inputs is None:
         _check_needs_no_inputs(fn)
-    yield from finding_votes(analyse(call, params, *(inputs or ())))
+    with masks_seen() as masked:
+        analysis = analyse(call, params, *(inputs or ()))
+    return Traced(tuple(finding_votes(analysis)), frozenset(masked))
 
 
 def check_inputs(inputs: Any) -> None:
@@ -56,11 +73,10 @@ def check_inputs(inputs: Any) -> None:
 
 def _check_needs_no_inputs(fn: Any) -> None:
     """Refuses a function of more than the parameters where there are no inputs."""
-    given: Any = fn
-    is_module = hasattr(given, "apply") and hasattr(given, "init")
+    is_module = hasattr(fn, "apply") and hasattr(fn, "init")
     needed: list[str] = []
     with contextlib.suppress(TypeError, ValueError):  # some callables have no signature
-        call = given.__call__ if is_module else given
+        call: Any = fn.__call__ if is_module else fn
         needed = [
             p.name
             for p in inspect.signature(call).parameters.values()

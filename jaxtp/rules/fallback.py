@@ -9,6 +9,7 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any
 
 from jaxtp.errors import BadConfig, HeadsNotDivisible, Problems, SizeMismatch, join
 from jaxtp.mesh.axes import MeshShape, legal_ways, splits
@@ -105,15 +106,25 @@ def fit(
     return mesh, tuple(decisions)
 
 
-def check_masked(decisions: Iterable[ParamDecision], masked: Collection[int]) -> None:
-    """Refuses padded vocabularies of which nobody has seen that the model masks them.
+def check_masked(
+    decisions: Iterable[ParamDecision], pad_vocab: bool | str, config: Any, masked: Collection[int]
+) -> None:
+    """Refuses padded vocabularies of which nobody has said or seen that the model masks them.
 
     Padded logits are zeros, which take part in an ordinary softmax: loss and gradients would differ
     from those of the model, and nothing would say so.
 
+    Args:
+        decisions: Of all parameters.
+        pad_vocab: As given to `make_plan`; "masked" says that the model does it.
+        config: The model's; those of `jaxtp.models` say so of themselves.
+        masked: Vocabulary sizes, in elements, that the traced function masks to.
+
     Raises:
         BadConfig: TP020, for the first such parameter.
     """
+    if pad_vocab == "masked" or getattr(config, "masks_padding", False):
+        return
     for decision in decisions:
         for blocks in decision.padding:
             if blocks.logical not in masked:

@@ -10,7 +10,6 @@ from jaxtp.mesh.axes import Axis, MeshShape
 from jaxtp.plan import trees
 from jaxtp.plan.decisions import Plan
 from jaxtp.plan.stages import Stages
-from jaxtp.plan.stored_form import masks_seen
 from jaxtp.rules import (
     annotations,
     dataflow,
@@ -89,18 +88,16 @@ def make_plan(
     tree = trees.parameters(params)
     leaves = trees.flatten(tree)
     dims = ModelDims.of(config, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
-    with masks_seen() as masked:
-        traced = list(dataflow.votes(fn, tree, inputs))
+    traced = dataflow.trace(fn, tree, inputs)
     votes = [
         *names.votes(leaves, dims),
-        *traced,
+        *traced.votes,
         *annotations.annotation_votes(leaves, shape),
         *annotations.override_votes(leaves, shape, overrides or {}),
     ]
     claims = resolve.decide(leaves, votes)
     shape, decisions = fallback.fit(claims, shape, policy, pad_vocab=bool(pad_vocab))
-    if pad_vocab != "masked" and not getattr(config, "masks_padding", False):
-        fallback.check_masked(decisions, masked)
+    fallback.check_masked(decisions, pad_vocab, config, traced.masked)
     decisions = fused.hold(claims, decisions, shape, policy)
     stages, decisions = pipeline.deal(claims, decisions, shape, stages)
     decisions = fsdp.spread(claims, decisions, shape, zero)
