@@ -277,3 +277,33 @@ def test_a_piece_that_every_device_needs_is_replicated_beside_split_ones():
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
     # The pieces are never put together again: nothing is concatenated but its own gradient.
     assert "concatenate[" not in str(jax.make_jaxpr(fn)(params, u))
+
+
+def ragged(p, x):
+    """Experts picked by a ragged product, gate and up in one array."""
+    rows = x.reshape(-1, x.shape[-1])
+    order = jnp.argsort(jnp.argmax(rows @ p["router"], -1))
+    sizes = jnp.bincount(jnp.argmax(rows @ p["router"], -1), length=p["two"].shape[0])
+    gate, up = jnp.split(jax.lax.ragged_dot(rows[order], p["one"], sizes), 2, -1)
+    y = jax.lax.ragged_dot(jax.nn.silu(gate) * up, p["two"], sizes)
+    return x + jnp.zeros_like(y).at[order].set(y).reshape(x.shape)
+
+
+def test_gate_and_up_of_ragged_experts():
+    sizes = {"router": (16, 4), "one": (4, 16, 64), "two": (4, 32, 16)}
+    keys = jax.random.split(jax.random.key(0), 4)
+    params = {n: jax.random.normal(k, sizes[n]) / 4 for n, k in zip(sizes, keys, strict=False)}
+    x = jax.random.normal(keys[3], (4, 8, 16))
+    mesh = jaxtp.make_mesh(tp=8)
+    with pytest.warns(jaxtp.JaxtpWarning, match="a ragged product picks by group"):
+        plan = jaxtp.make_plan(params, mesh, fn=ragged, inputs=(x,))
+    assert plan["one"].role == "fused"
+    assert plan["two"].partition_spec == P(None, "tp")
+    fn = parallelize(ragged, plan, mesh)
+    placed = jaxtp.shard(params, mesh, plan=plan)
+    got = jax.jit(jax.value_and_grad(lambda p, x: (fn(p, x) ** 2).mean()))(placed, x)
+    want = jax.value_and_grad(lambda p, x: (ragged(p, x) ** 2).mean())(params, x)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+    # Each piece is a product of its own: gate, up, and the way back.
+    assert str(jax.make_jaxpr(fn)(params, x)).count("ragged_dot_general[") == 3

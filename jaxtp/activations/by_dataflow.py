@@ -152,7 +152,7 @@ class _Placer:
             return self._call(scope, equation, calls, operands)
         if name in PRODUCTS and self._plan.sequence_parallel:
             operands = self._gather(scope, equation, operands, gathered)
-        if name == "dot_general":
+        if name in ("dot_general", "ragged_dot_general"):
             result = self._product(scope, equation, operands)
             if result is not None:
                 return [result]
@@ -215,15 +215,18 @@ class _Placer:
 
     def _product(self, scope: Scope, equation: Any, operands: Sequence[Any]) -> Any:
         """The product by a shared or a fused weight, or a piece of one; None for any other."""
-        for index, var in enumerate(equation.invars):
+        groups = operands[2] if len(operands) > 2 else None
+        for index, var in enumerate(equation.invars[:2]):
             value = None if isinstance(var, Literal) else scope.values.get(var)
             if value is None or value.kind is not Kind.PARAMETER or not value.path:
                 continue
+            if groups is not None and index == 0:
+                continue  # groups stack the right side
             x, w = operands[1 - index], operands[index]
-            ranks = [len(v.aval.shape) for v in equation.invars]
+            ranks = [len(v.aval.shape) for v in equation.invars[:2]]
             for dim, c in enumerate(self._dims(value)):
                 wide = self._widest.get(c.group, ())
-                product = product_at(equation.params, ranks, index, dim) if wide else None
+                product = product_at(equation.params, ranks, index, dim, groups) if wide else None
                 if product is None:
                     continue
                 axes = self._plan.axes_for(c.units)
@@ -239,7 +242,7 @@ class _Placer:
                 if finding.pieces:
                     return product_of_piece(product, self._split, axes, x, w)
                 rest = wide[len(axes) :]
-                if rest and self._plan.mesh.ways(axes) == c.units[0]:
+                if rest and groups is None and self._plan.mesh.ways(axes) == c.units[0]:
                     copies = self._plan.mesh.ways(rest)
                     return shared(product, self._split, c.units[0], copies, axes, rest, x, w)
         return None

@@ -21,15 +21,19 @@ class WeightProduct:
         weight: 0 or 1.
         dim: The weight's dim in question.
         out: The same dim in the result.
+        groups: Group sizes, for a ragged product (stacked weights, chosen by row).
     """
 
     params: dict[str, Any]
     weight: int
     dim: int
     out: int
+    groups: Any = None
 
     def __call__(self, x: Any, w: Any) -> Any:
         """The product; `x` is the activation, wherever it stands in the equation."""
+        if self.groups is not None:
+            return jax.lax.ragged_dot_general(x, w, self.groups, **self.params)
         return jax.lax.dot_general(*((w, x) if self.weight == 0 else (x, w)), **self.params)
 
     def wider(self) -> "WeightProduct":
@@ -49,25 +53,36 @@ class WeightProduct:
 
 
 def product_at(
-    params: dict[str, Any], ranks: Sequence[int], weight: int, dim: int
+    params: dict[str, Any], ranks: Sequence[int], weight: int, dim: int, groups: Any = None
 ) -> WeightProduct | None:
     """The product seen from a free dim of its weight; None if that dim is summed or paired off.
 
     Args:
-        params: Of a `dot_general`.
+        params: Of a `dot_general` or a `ragged_dot_general`.
         ranks: Number of dims of both operands.
         weight: Which operand is the weight.
         dim: Its dim.
+        groups: As in `WeightProduct`.
     """
-    summed, batch = params["dimension_numbers"]
+    stacked: Sequence[int] = ()
+    if groups is None:
+        summed, batch = params["dimension_numbers"]
+    else:
+        numbers = params["ragged_dot_dimension_numbers"]
+        summed, batch = numbers.dot_dimension_numbers
+        stacked = numbers.rhs_group_dimensions
     free = [
-        [d for d in range(rank) if d not in summed[side] and d not in batch[side]]
+        [
+            d
+            for d in range(rank)
+            if d not in summed[side] and d not in batch[side] and not (side and d in stacked)
+        ]
         for side, rank in enumerate(ranks)
     ]
     if dim not in free[weight]:
         return None
     before = len(batch[0]) + (len(free[0]) if weight == 1 else 0)
-    return WeightProduct(params, weight, dim, before + free[weight].index(dim))
+    return WeightProduct(params, weight, dim, before + free[weight].index(dim), groups)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4, 5))
