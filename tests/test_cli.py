@@ -62,7 +62,7 @@ def test_explain(listing, capsys):
 def test_explain_names_the_lines_of_a_preset(capsys):
     main(["explain", "llama-tiny", "layers/self_attn/k_proj/kernel", "--tp", "2"])
     out = capsys.readouterr().out
-    assert re.search(r"contracted with `layers/self_attn/o_proj/kernel` at llama\.py:\d+", out)
+    assert re.search(r"contracted with `layers/self_attn/o_proj/kernel` at model\.py:\d+", out)
 
 
 def test_explain_names_the_lines_of_anybodys_function(tmp_path, monkeypatch, capsys):

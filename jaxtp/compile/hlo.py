@@ -155,7 +155,7 @@ class Frame:
         """Whether a model is written here: not in an installed library, nor in jaxtp's own."""
         path = Path(self.file)
         if PACKAGE in path.parents:
-            return path.parent == PACKAGE / "models" and path.stem != "projections"
+            return PACKAGE / "models" in path.parents and path.stem != "projections"
         return "site-packages" not in self.file and not self.file.startswith("<frozen")
 
 
