@@ -93,3 +93,14 @@ def test_links_between_pages_lead_somewhere():
             heads = re.findall(r"^#+ (.+)$", path.read_text(), re.M) if anchor else []
             slugs = [re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in heads]
             assert not anchor or anchor in slugs, f"{page.name}: #{anchor}"
+
+
+def test_recipes_name_at_most_three_files_that_exist():
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    recipes = page.split("\n## ")[1:]
+    assert len(recipes) == 6
+    for recipe in recipes:
+        steps = re.findall(r"^\d\. (.*(?:\n   .*)*)", recipe, re.MULTILINE)
+        assert 1 <= len(steps) <= 3
+        for name in re.findall(r"`((?:jaxtp|tests|scripts)/[\w/.]+\.(?:py|txt))`", recipe):
+            assert "NAME" in name or (ROOT / name).exists(), name

@@ -174,7 +174,9 @@ def _render(parts: Iterable[Any]) -> str:
     from rich.console import Console
 
     out = io.StringIO()
-    console = Console(file=out, width=WIDTH, highlight=False, markup=False, emoji=False)
+    console = Console(
+        file=out, width=WIDTH, highlight=False, markup=False, emoji=False, force_jupyter=False
+    )
     for part in parts:
         console.print(part, soft_wrap=isinstance(part, str))
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
