@@ -291,7 +291,7 @@ def _agree(folder: Path, *, is_read: bool) -> None:
 def _check_note(step: Any, extra: Any) -> None:
     """Refuses, before anything is written, what no checkpoint can have."""
     if not is_count(step) or step < 0:
-        raise BadCheckpoint(f"step {step!r} is no count of steps", fix="0 or more, a whole number")
+        raise BadCheckpoint(f"step {step!r} is no count of steps", fix="an integer, 0 or more")
     try:
         json.dumps(extra)
     except (TypeError, ValueError) as err:

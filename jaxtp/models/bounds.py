@@ -34,7 +34,7 @@ Depth = Annotated[int, Bounds(1, 2**14)]
 """Layers, heads, or the width of a head."""
 
 Width = Annotated[int, Bounds(1, 2**24)]
-"""Width of a stream or an MLP, entries of a vocabulary, experts."""
+"""Width of a residual stream or an MLP, entries of a vocabulary, experts."""
 
 Experts = Annotated[int, Bounds(0, 2**14)]
 """Experts of a layer, or of a token."""
@@ -46,7 +46,7 @@ Epsilon = Annotated[float, Bounds(1e-30, 0.5)]
 """What keeps a norm from dividing by zero."""
 
 Share = Annotated[float, Bounds(1e-3, 1.0)]
-"""A part of a whole."""
+"""A share of 1."""
 
 Positive = Annotated[float, Bounds(1e-12, 1e12)]
 """A factor, a cap, or the base of frequencies."""

@@ -12,7 +12,7 @@ WIDTH = 100
 """Columns of a table: what a terminal, a review and a printed page show without breaking lines."""
 
 LEAST_REASON = 24
-"""Columns that a reason gets in any case; longer paths are cut in the middle for it."""
+"""Columns that a reason gets in any case; longer paths are shortened in the middle for it."""
 
 HEAD = ("parameter", "shape", "spec", "role", "MB/device", "reason")
 Row = tuple[str, ...]

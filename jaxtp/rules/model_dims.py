@@ -80,7 +80,7 @@ class ModelDims:
         for name, value in given.items():
             if value is not None and not is_count(value):
                 raise BadConfig(
-                    f"is {value!r}, a {type(value).__name__}", where=name, fix="a whole number"
+                    f"is {value!r}, a {type(value).__name__}", where=name, fix="an integer"
                 )
         found.update({k: v for k, v in given.items() if v is not None})
         dims = cls(**found, insist=heads is not None)
@@ -104,6 +104,6 @@ def _read(config: Any, names: tuple[str, ...]) -> int:
             raise BadConfig(
                 f"is {value!r}, a {type(value).__name__}",
                 where=f"config.{name}",
-                fix="a whole number",
+                fix="an integer",
             )
     return 0
