@@ -24,9 +24,9 @@ from jaxtp.cost.peak_memory import peak_memory
 from jaxtp.cost.recomputation import recomputed_flops
 from jaxtp.hardware.gpus import Target
 from jaxtp.rules.model_dims import ModelDims
-from jaxtp.train.mesh_search import habits_of, sizes_of, strategy_of
 from jaxtp.train.planning import axis_sizes, model_of, plan_of
 from jaxtp.train.preflight import preflight_config
+from jaxtp.train.pricing import habits_of, sizes_of, strategy_of
 
 ONE, TWO, SMALL = "h100:1x8", "h100:2x8", "llama3.2-1b"
 CASES: tuple[tuple[str, str, Mapping[str, Any]], ...] = (

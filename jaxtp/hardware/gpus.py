@@ -275,7 +275,8 @@ class Target:
     def parse(cls, text: str) -> "Target":
         """Reads `KIND:HOSTSxGPUS` or `KIND:SLICESxHOSTSxGPUS`.
 
-        KIND is one of KINDS, a description file, or `local` for the GPU in this machine.
+        KIND is one of KINDS, a description file, or `local` for the GPU in this machine. A
+        description file without sizes is one host of it, as `jaxtp probe --measure` writes it.
 
         Raises:
             BadTarget: TP116, for an unknown kind or malformed sizes.
@@ -284,6 +285,10 @@ class Target:
         >>> Target.parse("h100:32x8").num_devices
         256
         """
+        if text.endswith(".json") and Path(text).is_file():
+            # A description alone is one full host of it.
+            device = DeviceKind.from_json(Path(text).read_text(), where=text)
+            return cls(device=device, gpus=device.host_gpus)
         name, colon, shape = text.rpartition(":")
         known = f"{', '.join(KINDS)}, local, or a description file"
         try:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import operator
+import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -124,6 +125,7 @@ def _train(setup: Setup, checkpoints: Checkpoints, say: _Speaker) -> Finished:
     watchers: list[watch.Watcher] = []
     if config.run.tensorboard and is_first:
         watchers.append(watch.tensorboard(folder))
+    taken: list[float] = []
     profiler = watch.Profiler(folder / "profile") if config.run.profile else None
     if profiler is not None:
         watchers.append(profiler)
@@ -139,7 +141,11 @@ def _train(setup: Setup, checkpoints: Checkpoints, say: _Speaker) -> Finished:
                 save_every=config.run.checkpoint_every,
                 stop=preemption,
                 measure=Meter(setup),
-                watchers=[*watchers, lambda line: done(int(line["step"] or 0))],
+                watchers=[
+                    *watchers,
+                    lambda line: done(int(line["step"] or 0)),
+                    lambda line: taken.append(float(line["step_seconds"] or 0)),
+                ],
                 blocking=profiler is not None,
             )
             try:
@@ -156,6 +162,9 @@ def _train(setup: Setup, checkpoints: Checkpoints, say: _Speaker) -> Finished:
             except TrainingDiverged:
                 _probe(config, say)  # is it a device?
                 raise
+    if taken:
+        median = statistics.median(taken)
+        say(f"step       {median * 1e3:,.3g} ms measured (median); {modelled_line(setup)}")
     if profiler is not None:
         profiler.stop()
         say(watch.table(watch.operations(profiler.folder)))
