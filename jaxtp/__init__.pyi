@@ -11,6 +11,7 @@ from .compile.limits import check as check
 from .compile.options import compile_options as compile_options
 from .errors import JaxtpError as JaxtpError
 from .errors import JaxtpWarning as JaxtpWarning
+from .generation.run import generate as generate
 from .inspect.export import annotate as annotate
 from .inspect.export import export_rules as export_rules
 from .inspect.pages import see_tp_plan as see_tp_plan

@@ -123,6 +123,9 @@ MODELS = {
 }
 """Family -> config."""
 
+LENGTHS = [1, 2, 5, 9, 12, 16, 3, 7]
+"""Tokens of the prompts that are answered."""
+
 BF16 = {"qwen2"}
 """Saved in bfloat16 over several files with an index; the others in one float32 file."""
 
@@ -144,6 +147,27 @@ def make(family: str) -> None:
     model.save_pretrained(folder, max_shard_size="40KB" if family in BF16 else "5GB")
     tokens = torch.randint(0, VOCAB, (BATCH, LENGTH))
     np.savez(folder / "expected.npz", tokens=tokens.numpy(), logits=logits(folder, tokens))
+    np.savez_compressed(folder / "generated.npz", **generated(folder))
+
+
+def generated(folder: Path) -> dict[str, np.ndarray]:
+    """What transformers adds to ragged prompts, each alone, always the likeliest token."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    longest = getattr(model.config, "n_positions", 96)
+    lengths = np.minimum(LENGTHS, longest // 2)
+    count = min(64, longest - lengths.max())
+    rng = np.random.default_rng(0)
+    prompts = rng.integers(0, VOCAB, (len(lengths), lengths.max()))
+    answers = []
+    for prompt, length in zip(prompts, lengths, strict=True):
+        tokens = torch.from_numpy(prompt[None, :length])
+        options = {"max_new_tokens": int(count), "do_sample": False, "eos_token_id": None}
+        with torch.no_grad():
+            out = model.generate(tokens, attention_mask=torch.ones_like(tokens), **options)
+        answers.append(out[0, length:].numpy())
+    return {"prompts": prompts, "lengths": lengths, "answers": np.stack(answers)}
 
 
 def logits(folder: Path, tokens: torch.Tensor) -> np.ndarray:

@@ -33,7 +33,7 @@ layers
 compile
 inspect models
 io
-train
+train generation
 cli
 """
 RANK = {f"jaxtp.{name}": i for i, row in enumerate(LAYERS.split("\n")) for name in row.split()}

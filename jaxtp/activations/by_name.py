@@ -37,6 +37,9 @@ ACTIVATIONS: dict[str, tuple[str, ...]] = {
     "mlp": (BATCH, REPLICATED, UNITS),
     # Keys or values of one layer, and of all layers, while generating.
     "cache": (BATCH, UNITS, REPLICATED, REPLICATED),
+    # Parts of the vocabulary that the tensor axes hold, and the likeliest tokens of all of them.
+    "vocab_parts": (BATCH, UNITS, REPLICATED),
+    "candidates": (BATCH, REPLICATED),
     "caches": (REPLICATED, BATCH, UNITS, REPLICATED, REPLICATED),
     "logits": (BATCH, REPLICATED, UNITS),
     # Two weights. The token table as the lookup reads it: where ZeRO shards it too, pipeline stages

@@ -246,3 +246,16 @@ class BadStep(JaxtpError, TypeError):
     """
 
     code = "TP133"
+
+
+class BadPrompt(JaxtpError, ValueError):
+    """A prompt that a model cannot answer, or a folder that lacks what answering takes.
+
+    Why it matters: a lookup past a vocabulary or a position table gives numbers, and text that
+    means nothing.
+    Example: no tokens; more tokens than the model has positions; a tokenizer of another model; a
+    chat without a template.
+    Fix: the message names the prompt, the numbers and what would fit.
+    """
+
+    code = "TP140"

@@ -1,0 +1,164 @@
+"""The two programs of generation: prompts into a cache, and tokens out of it.
+
+Shape suffixes: B batch, P slots of the padded prompts, N new tokens at most.
+"""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Generator
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+
+from jaxtp.activations.by_name import constrain, use_plan
+from jaxtp.generation.sampling import Sampling, choose
+from jaxtp.models.cache import Cache
+from jaxtp.models.decoder import Decoder
+from jaxtp.plan.decisions import Plan
+from jaxtp.plan.trees import PyTree
+
+
+class Progress(NamedTuple):
+    """What a batch has come to; it stays on the devices, and every program takes its place.
+
+    Attributes:
+        cache: Keys and values.
+        tokens: New tokens, (batch, N), 0 where there is none yet.
+        nats: Negative log-probability of each, (batch, N) float32.
+        count: New tokens of each row, (batch,).
+        done: Rows that have ended, (batch,).
+        step: New tokens of the rows that have not, a scalar.
+        first: Slot of each row's first token, (batch,).
+        keys: A random key for each row, (batch,).
+    """
+
+    cache: Cache
+    tokens: jax.Array
+    nats: jax.Array
+    count: jax.Array
+    done: jax.Array
+    step: jax.Array
+    first: jax.Array
+    keys: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What both programs are compiled for.
+
+    Attributes:
+        graph: The model's structure.
+        plan: Where its parameters lie; None on one device.
+        mesh: The plan's mesh; None with it.
+        sampling: How tokens are chosen.
+        end_tokens: Ids that end a row.
+        prompt_slots: Slots of the padded prompts.
+        new_slots: Slots behind them.
+    """
+
+    graph: nnx.GraphDef[Decoder]
+    plan: Plan | None
+    mesh: Mesh | None
+    sampling: Sampling
+    end_tokens: tuple[int, ...]
+    prompt_slots: int
+    new_slots: int
+
+    @contextlib.contextmanager
+    def plan_in_force(self) -> Generator[None]:
+        """Inside the block activations lie as the plan wants them."""
+        if self.plan is None or self.mesh is None:
+            yield
+            return
+        with use_plan(self.plan, self.mesh):
+            yield
+
+
+@functools.cache
+def prompt_program(setting: Setting) -> Callable[..., Progress]:
+    """`(parameters, tokens (batch, P), first (batch,), done (batch,), keys (batch,)) -> Progress`.
+
+    Prompts end together, in slot P - 1; the first new token is among what comes out.
+    """
+
+    def run(
+        params: PyTree, tokens_BP: jax.Array, first_B: jax.Array, done_B: jax.Array, keys: jax.Array
+    ) -> Progress:
+        with setting.plan_in_force():
+            model = nnx.merge(setting.graph, params)
+            batch = tokens_BP.shape[0]
+            empty = model.init_cache(batch, setting.prompt_slots + setting.new_slots)
+            empty = Cache(*(constrain(x, "caches") for x in empty))
+            h_BPD, cache = model.extend(tokens_BP, empty, jnp.int32(0), first_B)
+            new_BN = constrain(jnp.zeros((batch, setting.new_slots), jnp.int32), "tokens")
+            progress = Progress(
+                cache=cache,
+                tokens=new_BN,
+                nats=new_BN.astype(jnp.float32),
+                count=jnp.zeros_like(first_B),
+                done=done_B,
+                step=jnp.int32(0),
+                first=first_B,
+                keys=keys,
+            )
+            return _taken(setting, model, h_BPD[:, -1:], progress)
+
+    return jax.jit(run)
+
+
+@functools.cache
+def token_program(
+    setting: Setting, shardings: tuple[jax.sharding.Sharding, ...]
+) -> Callable[..., Progress]:
+    """`(parameters, Progress, limit) -> Progress`: tokens until all rows have ended or have `limit`.
+
+    The state is donated and comes back in the same place, so that one call may follow the other.
+
+    Args:
+        setting: See there.
+        shardings: Where the leaves of the state lie.
+    """
+
+    def run(params: PyTree, progress: Progress, limit: jax.Array) -> Progress:
+        def goes_on(progress: Progress) -> jax.Array:
+            return (progress.step < limit) & ~jnp.all(progress.done)
+
+        def step(progress: Progress) -> Progress:
+            model = nnx.merge(setting.graph, params)
+            last_B1 = jax.lax.dynamic_slice_in_dim(progress.tokens, progress.step - 1, 1, axis=1)
+            slot = setting.prompt_slots + progress.step - 1
+            h_B1D, cache = model.extend(last_B1, progress.cache, slot, progress.first)
+            return _taken(setting, model, h_B1D, progress._replace(cache=cache))
+
+        with setting.plan_in_force():
+            return jax.lax.while_loop(goes_on, step, progress)
+
+    treedef = jax.tree.structure(Progress(Cache(0, 0), *range(7)))  # pyright: ignore[reportArgumentType]
+    places = jax.tree.unflatten(treedef, shardings)
+    return jax.jit(run, donate_argnums=1, out_shardings=places)
+
+
+def _taken(setting: Setting, model: Decoder, h_B1D: jax.Array, progress: Progress) -> Progress:
+    """One more token of every row that has not ended."""
+    logits_BV = model.logits(h_B1D)[:, 0]
+    fold = jax.vmap(jax.random.fold_in, in_axes=(0, None))
+    token_B, logp_B = choose(logits_BV, setting.sampling, fold(progress.keys, progress.step))
+    goes_B = ~progress.done
+
+    def written(all_BN: jax.Array, new_B: jax.Array) -> jax.Array:
+        new_B1 = jnp.where(goes_B, new_B, 0).astype(all_BN.dtype)[:, None]
+        placed = jax.lax.dynamic_update_slice_in_dim(all_BN, new_B1, progress.step, axis=1)
+        return constrain(placed, "tokens")
+
+    ends_B = jnp.any(token_B[:, None] == jnp.array((*setting.end_tokens, -1))[None], axis=-1)
+    return progress._replace(
+        tokens=written(progress.tokens, token_B),
+        nats=written(progress.nats, -logp_B),
+        count=progress.count + goes_B,
+        done=progress.done | ends_B,
+        step=progress.step + 1,
+    )

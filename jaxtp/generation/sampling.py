@@ -1,0 +1,140 @@
+"""How the next token is chosen, without bringing the logits of a row to one device.
+
+Every way of choosing is the same two steps: a threshold below which no token counts, and the
+largest of logit / temperature + Gumbel noise above it (Gumbel 1954; with no noise, greedy). The
+largest takes one max and one min over the tensor axis, scalars of a row; thresholds come from the
+largest candidates of each shard. Shape suffixes: B batch, V vocab, C candidates.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+
+from jaxtp.activations.by_name import active_plan, constrain
+from jaxtp.errors import BadConfig
+
+NUM_CANDIDATES = 128
+"""Likeliest tokens that a nucleus is looked for in; where they do not hold it, all tokens are."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How tokens are drawn, in this order: temperature, top_k, top_p, min_p.
+
+    Raises:
+        BadConfig: TP020, if a number is out of its bounds.
+    """
+
+    temperature: float = 0.0
+    """0 takes the likeliest token; otherwise logits are divided by it and a token is drawn."""
+
+    top_k: int = 0
+    """Draw from so many likeliest tokens, and those equal to the last of them; 0: from all."""
+
+    top_p: float = 1.0
+    """Draw from the fewest likeliest tokens that have this probability together."""
+
+    min_p: float = 0.0
+    """Draw from tokens at least this likely, as a share of the likeliest one's probability."""
+
+    def __post_init__(self) -> None:
+        limits = {
+            "temperature": (0 <= self.temperature < math.inf, "0 or more"),
+            "top_k": (self.top_k >= 0, "0 or more"),
+            "top_p": (0 < self.top_p <= 1, "more than 0, at most 1"),
+            "min_p": (0 <= self.min_p <= 1, "0 to 1"),
+        }
+        for name, (is_right, fix) in limits.items():
+            if not is_right:
+                raise BadConfig(f"{name} is {getattr(self, name)}", where=name, fix=fix)
+
+
+def choose(
+    logits_BV: jax.Array, sampling: Sampling, keys_B: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The next token of every row and its log-probability, int32 and float32 (batch,).
+
+    Args:
+        logits_BV: Scores.
+        sampling: How to draw. The probability that is reported is the model's own: of all tokens,
+            at temperature 1.
+        keys_B: A random key for each row; unused if the temperature is 0.
+    """
+    logits_BV = logits_BV.astype(jnp.float32)
+    if sampling.temperature == 0:
+        token_B = argmax(logits_BV)
+    else:
+        scaled_BV = logits_BV / sampling.temperature
+        noise_BV = jax.vmap(lambda key: jax.random.gumbel(key, scaled_BV.shape[1:]))(keys_B)
+        least_B = threshold(scaled_BV, sampling)
+        token_B = argmax(jnp.where(scaled_BV >= least_B[:, None], scaled_BV + noise_BV, -jnp.inf))
+    # Found by comparing and summing, as the loss does: an index would gather the logits.
+    is_token_BV = jnp.arange(logits_BV.shape[1])[None] == token_B[:, None]
+    chosen_B = jnp.sum(logits_BV, axis=-1, where=is_token_BV)
+    return token_B, chosen_B - jax.nn.logsumexp(logits_BV, axis=-1)
+
+
+def argmax(x_BV: jax.Array) -> jax.Array:
+    """The first index of the largest entry, int32 (batch,): a max and a min over the vocabulary.
+
+    `jnp.argmax` over a sharded dim is one reduction of pairs, for which XLA gathers it.
+    """
+    index_V = jnp.arange(x_BV.shape[1], dtype=jnp.int32)
+    is_largest_BV = x_BV == jnp.max(x_BV, axis=-1, keepdims=True)
+    return jnp.min(jnp.where(is_largest_BV, index_V[None], x_BV.shape[1] - 1), axis=-1)
+
+
+def threshold(x_BV: jax.Array, sampling: Sampling) -> jax.Array:
+    """The least logit that may be drawn, float32 (batch,); -inf if all may."""
+    least_B = jnp.full(x_BV.shape[0], -jnp.inf)
+    vocab = x_BV.shape[1]
+    if 0 < sampling.top_k < vocab or sampling.top_p < 1:
+        wanted = sampling.top_k or vocab
+        few = min(vocab, max(NUM_CANDIDATES, sampling.top_k) if sampling.top_p < 1 else wanted)
+        least_B, is_exact_B = _nucleus(x_BV, candidates(x_BV, few), sampling)
+        if few < vocab and sampling.top_p < 1:
+            # Flat distributions only: all tokens are sorted where one row needs it.
+            least_B = jax.lax.cond(
+                jnp.all(is_exact_B),
+                lambda: least_B,
+                lambda: _nucleus(x_BV, candidates(x_BV, vocab), sampling)[0],
+            )
+    if sampling.min_p > 0:
+        least_B = jnp.maximum(least_B, jnp.max(x_BV, axis=-1) + math.log(sampling.min_p))
+    return least_B
+
+
+def candidates(x_BV: jax.Array, count: int) -> jax.Array:
+    """The `count` largest entries of each row, descending, (batch, count).
+
+    Each shard of the vocabulary gives its own largest, and the largest of these are the answer.
+    """
+    plan, vocab = active_plan(), x_BV.shape[1]
+    ways = 1 if plan is None else plan.shape.ways(plan.shape.fit((vocab,)))
+    if ways == 1 or count * ways >= vocab:
+        return jax.lax.top_k(x_BV, count)[0]
+    parts_BXV = constrain(x_BV.reshape(x_BV.shape[0], ways, -1), "vocab_parts")
+    parts_BXC = jax.lax.top_k(parts_BXV, count)[0]
+    return jax.lax.top_k(constrain(parts_BXC.reshape(x_BV.shape[0], -1), "candidates"), count)[0]
+
+
+def _nucleus(
+    x_BV: jax.Array, largest_BC: jax.Array, sampling: Sampling
+) -> tuple[jax.Array, jax.Array]:
+    """The threshold of top_k and top_p, and whether the candidates were enough to know it."""
+    count, vocab = largest_BC.shape[1], x_BV.shape[1]
+    kept = min(sampling.top_k or vocab, vocab)
+    if kept <= count:
+        least_B, largest_BC = largest_BC[:, kept - 1], largest_BC[:, :kept]
+        total_B = jax.nn.logsumexp(largest_BC, axis=-1)
+    else:
+        least_B, total_B = jnp.full(x_BV.shape[0], -jnp.inf), jax.nn.logsumexp(x_BV, axis=-1)
+    if sampling.top_p == 1:
+        return least_B, jnp.full(x_BV.shape[0], True)
+    mass_BC = jnp.cumsum(jnp.exp(largest_BC - total_B[:, None]), axis=-1)
+    before_BC = jnp.pad(mass_BC[:, :-1], ((0, 0), (1, 0)))
+    least_B = jnp.min(jnp.where(before_BC < sampling.top_p, largest_BC, jnp.inf), axis=-1)
+    is_exact_B = (mass_BC[:, -1] >= sampling.top_p) | (largest_BC.shape[1] == min(kept, vocab))
+    return least_B, is_exact_B
