@@ -70,7 +70,7 @@ def _run(args: Sequence[str]) -> int:
     names = [name] if name in COMMANDS else list(COMMANDS)
     app: Any = tyro.extras.SubcommandApp()  # its overloads do not know keyword use as a call
     for one in names:
-        app.command(command(one), name=one)
+        app.command(name=one)(command(one))
     app.cli(prog="jaxtp", description=__doc__, args=args)
     return 0
 

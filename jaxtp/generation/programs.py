@@ -29,7 +29,7 @@ class Progress(NamedTuple):
         cache: Keys and values.
         tokens: New tokens, (batch, N), 0 where there is none yet.
         nats: Negative log-probability of each, (batch, N) float32.
-        count: New tokens of each row, (batch,).
+        num_new: New tokens of each row, (batch,).
         done: Rows that have ended, (batch,).
         step: New tokens of the rows that have not, a scalar.
         first: Slot of each row's first token, (batch,).
@@ -39,7 +39,7 @@ class Progress(NamedTuple):
     cache: Cache
     tokens: jax.Array
     nats: jax.Array
-    count: jax.Array
+    num_new: jax.Array
     done: jax.Array
     step: jax.Array
     first: jax.Array
@@ -99,7 +99,7 @@ def prompt_program(setting: Setting) -> Callable[..., Progress]:
                 cache=cache,
                 tokens=new_BN,
                 nats=new_BN.astype(jnp.float32),
-                count=jnp.zeros_like(first_B),
+                num_new=jnp.zeros_like(first_B),
                 done=done_B,
                 step=jnp.int32(0),
                 first=first_B,
@@ -114,7 +114,7 @@ def prompt_program(setting: Setting) -> Callable[..., Progress]:
 def token_program(
     setting: Setting, shardings: tuple[jax.sharding.Sharding, ...]
 ) -> Callable[..., Progress]:
-    """`(parameters, Progress, limit) -> Progress`: tokens until all rows have ended or have `limit`.
+    """`(parameters, Progress, limit) -> Progress`: until all rows have `limit` or have ended.
 
     The state is donated and comes back in the same place, so that one call may follow the other.
 
@@ -158,7 +158,7 @@ def _taken(setting: Setting, model: Decoder, h_B1D: jax.Array, progress: Progres
     return progress._replace(
         tokens=written(progress.tokens, token_B),
         nats=written(progress.nats, -logp_B),
-        count=progress.count + goes_B,
+        num_new=progress.num_new + goes_B,
         done=progress.done | ends_B,
         step=progress.step + 1,
     )

@@ -1,7 +1,7 @@
 """`generate`: prompts of any lengths, several samples each, on whatever mesh the model lies on."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import jax
@@ -153,11 +153,11 @@ def plan_of(model: Decoder, plan: Plan | None = None) -> tuple[Plan | None, Mesh
     placed = dict(leaves(model))
     shardings = {path: getattr(leaf, "sharding", None) for path, leaf in placed.items()}
     first = next(iter(shardings.values()))
-    if not isinstance(first, NamedSharding) or first.mesh.devices.size == 1:
+    mesh = first.mesh if isinstance(first, NamedSharding) else None
+    if not isinstance(mesh, Mesh) or mesh.size == 1:
         return None, None
-    mesh = first.mesh
     if plan is None:
-        plan = make_plan(model, _unfactored(mesh), config=model.config)
+        plan = _found(model, mesh, shardings)
     if plan.stages is not None:
         raise BadStages(
             "the model lies in pipeline stages, and a token passes them one after the other",
@@ -174,6 +174,15 @@ def plan_of(model: Decoder, plan: Plan | None = None) -> tuple[Plan | None, Mesh
                 fix="generate(..., plan=plan), with the plan that the model was placed by",
             )
     return dataclasses.replace(plan, sequence_parallel=False, overlap="off"), mesh
+
+
+def _found(model: Decoder, mesh: Mesh, shardings: Mapping[str, Any]) -> Plan:
+    """The plan that `load_hf` and `shard` make by themselves, padded vocabulary or not."""
+    whole = _unfactored(mesh)
+    plain = make_plan(model, whole, config=model.config)
+    padded = make_plan(model, whole, config=model.config, pad_vocab=True)
+    lies = {path: canonical(s.spec, len(plain[path].shape)) for path, s in shardings.items()}
+    return padded if all(padded[path].spec == spec for path, spec in lies.items()) else plain
 
 
 def _unfactored(mesh: Mesh) -> Mesh:
@@ -278,7 +287,7 @@ def _batch(
 
 
 class _Texts:
-    """What the host knows of a batch: tokens, their text, and which rows a stop string has ended."""
+    """What the host knows of a batch: tokens, text, and which rows a stop string has ended."""
 
     def __init__(
         self,
@@ -300,7 +309,7 @@ class _Texts:
     def take(self, progress: Progress) -> None:
         """Reads what the devices have come to."""
         num_rows = len(self.text)
-        fetched = (progress.tokens, progress.nats, progress.count, progress.done)
+        fetched = (progress.tokens, progress.nats, progress.num_new, progress.done)
         tokens, nats, count, done = (_fetch(x)[:num_rows] for x in fetched)
         self.tokens, self.nats, self.count, self.done = tokens, nats, count, done
         self.step = int(_fetch(progress.step))
