@@ -5,7 +5,6 @@ a device receives its own slice of a host array, and arrays that lie on the mesh
 exchanged between devices by a compiled identity.
 """
 
-import dataclasses
 import functools
 import itertools
 import warnings
@@ -27,6 +26,7 @@ from jaxtp.errors import (
     PlanMismatch,
     Problems,
     ReplicatedTooMuch,
+    SizeMismatch,
     join,
 )
 from jaxtp.mesh.axes import MeshShape
@@ -192,30 +192,30 @@ def shard_batch(
 
 
 def _from_local(batch: PyTree, mesh: Mesh, shape: MeshShape) -> PyTree:
-    """A global batch of which every process has the rows of its own devices."""
-    slot = Slot((shape.ways(shape.batch),), (shape.batch,))
-    rows = NamedSharding(mesh, partition_spec(slot.spec))
-    pieces = rows.addressable_devices_indices_map(slot.shape)
-    mine = len(
-        {str(index) for index in pieces.values()}
-    )  # of the pieces that the batch is cut into
-    sizes = (
-        dataclasses.replace(
-            shape, sizes=tuple((n, mine if n == shape.batch[0] else 1) for n in shape.names)
-        )
-        if shape.batch
-        else shape
-    )
-    found = batch_slots(batch, sizes)
+    """A global batch of which every process has the rows of its own devices.
+
+    Of arrays beside others one row, as of positions, is the same in all processes, and replicated.
+    """
+    everywhere = NamedSharding(mesh, partition_spec(()))
+    rows = NamedSharding(mesh, partition_spec((shape.batch,)))
+    dims = {path: shape_dtype(leaf, path) for path, leaf in leaves(batch)}
+    longest = max((d[0] for d, _ in dims.values() if d), default=1)
+    pieces = rows.addressable_devices_indices_map((shape.ways(shape.batch),))
+    mine = len({str(index) for index in pieces.values()})
 
     def placed(path: str, leaf: Any) -> Any:
-        spec = found[path].spec
+        size, dtype = dims[path]
+        if not size or _is_key(size, dtype) or (size[0] == 1 < longest):
+            return put(leaf, everywhere)
+        if size[0] % mine:
+            raise SizeMismatch(
+                f"this process has {size[0]} rows for {mine} pieces of the batch",
+                where=path or "batch",
+                fix=f"a multiple of {mine} rows in every process",
+            )
         host = np.asarray(leaf)
-        if not any(spec):
-            return put(leaf, NamedSharding(mesh, partition_spec(spec)))
-        return jax.make_array_from_process_local_data(
-            rows, host.astype(jax.dtypes.canonicalize_dtype(host.dtype), copy=False)
-        )
+        host = host.astype(jax.dtypes.canonicalize_dtype(host.dtype), copy=False)
+        return jax.make_array_from_process_local_data(rows, host)
 
     with auto_context():
         return map_with_path(placed, batch)

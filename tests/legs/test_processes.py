@@ -421,3 +421,23 @@ exit $code
     assert last in saved
     assert "stopped because it was asked to" in out
     assert (runs.root / "queued").read_text().startswith("requeue ")
+
+
+@pytest.mark.parametrize("mode", ["local", "batch", "params", "plan"])
+def test_a_library_program_compares_what_its_processes_give(mode):
+    """Batches, parameters and plans that differ are said by all; local rows make a global batch."""
+    script = Path(__file__).parents[1] / "library_processes.py"
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    running = [
+        subprocess.Popen(
+            [sys.executable, str(script), mode, number, port], stdout=subprocess.PIPE, text=True
+        )
+        for number in ("0", "1")
+    ]
+    said = [process.communicate(timeout=120)[0].splitlines()[-1] for process in running]
+    if mode == "local":
+        assert said == ["sum 496.0"] * 2
+    else:
+        assert all(line.startswith("TP014 ") for line in said), said
