@@ -18,6 +18,7 @@ from .inspect.pages import see_tp_plan as see_tp_plan
 from .inspect.parity import verify as verify
 from .io.checkpoints import Checkpoints as Checkpoints
 from .io.hf import load_hf as load_hf
+from .io.hf import save_adapter as save_adapter
 from .io.hf import save_hf as save_hf
 from .io.tree_files import dump_tree as dump_tree
 from .io.tree_files import load_tree as load_tree

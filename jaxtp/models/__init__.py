@@ -8,6 +8,7 @@ from jaxtp.models.decoder import Decoder, cross_entropy, generate
 from jaxtp.models.gpt import GPT, GPTConfig
 from jaxtp.models.layers import DecoderConfig
 from jaxtp.models.llama import Llama, LlamaConfig, RopeScaling
+from jaxtp.models.lora import Lora, merge_lora, unmerge_lora
 from jaxtp.models.registry import PRESETS, Config, abstract, build, config_of
 
 __all__ = [
@@ -19,10 +20,13 @@ __all__ = [
     "GPTConfig",
     "Llama",
     "LlamaConfig",
+    "Lora",
     "RopeScaling",
     "abstract",
     "build",
     "config_of",
     "cross_entropy",
     "generate",
+    "merge_lora",
+    "unmerge_lora",
 ]

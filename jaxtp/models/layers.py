@@ -21,6 +21,7 @@ from jaxtp.errors import JaxtpWarning, NotInterleaved, join
 from jaxtp.layers import interleaving, stacked
 from jaxtp.layers.recomputation import BLOCK_OUTPUT, remat_of
 from jaxtp.models.bounds import Depth, Width, check_bounds
+from jaxtp.models.lora import Lora
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +58,9 @@ class DecoderConfig:
     """What to recompute in the backward pass: none, full, block_outputs (keep the two block outputs
     of a layer), dots (keep the results of matrix products with parameters) or stage (keep what
     enters a pipeline stage; block_outputs without stages)."""
+
+    lora: Lora | None = None
+    """Low-rank adapters beside some of the linear maps; None for none."""
 
     attention_implementation: Literal["xla", "cudnn"] = "xla"
     """Kernel of `jax.nn.dot_product_attention`; cudnn needs an NVIDIA GPU and 16-bit

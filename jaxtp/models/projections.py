@@ -16,14 +16,23 @@ class Linear(nnx.LinearGeneral):
     """A linear map of the last dims whose sizes are those of its kernel.
 
     So that it also runs on a part of its kernel and bias, where Flax's shapes the bias by what the
-    module was made with.
+    module was made with. `jaxtp.models.lora` may give it an adapter.
     """
+
+    lora_a: nnx.LoRAParam[jax.Array] | None = None
+    lora_b: nnx.LoRAParam[jax.Array] | None = None
+    lora_scale: float = 1.0
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         """The product over the dims of `in_features`, in `dtype`, plus the bias."""
         num_in = len(self.in_features)
         inputs, kernel = inputs.astype(self.dtype), self.kernel[...].astype(self.dtype)
         out = jnp.tensordot(inputs, kernel, axes=num_in)
+        if self.lora_a is not None and self.lora_b is not None:
+            a, b = (factor[...].astype(self.dtype) for factor in (self.lora_a, self.lora_b))
+            # Scaled between the products, where it is narrow.
+            narrow = jnp.tensordot(inputs, a, axes=num_in) * self.lora_scale
+            out = out + jnp.tensordot(narrow.astype(self.dtype), b, axes=1)
         if self.bias is None:
             return out
         bias = self.bias[...].astype(self.dtype)

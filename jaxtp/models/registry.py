@@ -14,6 +14,7 @@ from jaxtp.errors import BadConfig, join
 from jaxtp.models import gpt, llama
 from jaxtp.models.decoder import Decoder
 from jaxtp.models.layers import DecoderConfig
+from jaxtp.models.lora import add_adapters
 from jaxtp.models.published import Family
 
 
@@ -91,8 +92,11 @@ def build(model: str | Config, rngs: nnx.Rngs | None = None) -> Decoder:
     Raises:
         BadConfig: TP020, if no preset has the name or no architecture the config.
     """
-    config = config_of(model)
-    return architecture_of(config).model(config, rngs or nnx.Rngs(0))
+    config, rngs = config_of(model), rngs or nnx.Rngs(0)
+    built = architecture_of(config).model(config, rngs)
+    if config.lora is not None:
+        add_adapters(built, config.lora, rngs)
+    return built
 
 
 def abstract(model: str | Config) -> Decoder:

@@ -23,6 +23,7 @@ RUNTIME: dict[str, Any] = {
     "dtype": "float32",
     "param_dtype": "float32",
     "remat": "none",
+    "lora": None,
     "attention_implementation": "xla",
 }
 """Settings of how a model runs, not of what it computes; no part of a config.json."""

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from jaxtp.errors import BadWeights, Problems, join
 from jaxtp.io.assemble import Source, assemble
+from jaxtp.io.hf.adapters import adapter_sources, read_lora
 from jaxtp.io.hf.config import family_of, read_fields
 from jaxtp.io.hf.files import CONFIG, read_folder
 from jaxtp.io.json_text import read_json
@@ -26,6 +27,7 @@ from jaxtp.io.progress import byte_bar
 from jaxtp.io.safetensors import Tensor
 from jaxtp.mesh.build import auto_context, plan_mesh
 from jaxtp.models import Decoder, abstract
+from jaxtp.models.lora import is_adapter
 from jaxtp.models.published import BUFFERS, HEAD, Storage, Stored, storages
 from jaxtp.placement.arrays import plan_for
 from jaxtp.placement.train_state import slots
@@ -46,6 +48,7 @@ def load_hf(
     mesh: Any,
     *,
     plan: Plan | None = None,
+    adapter: str | Path | None = None,
     param_dtype: str | None = None,
     dtype: str | None = None,
     remat: str = "none",
@@ -61,6 +64,8 @@ def load_hf(
         mesh: A jax Mesh.
         plan: Where parameters go; by default `make_plan(models.abstract(config), mesh,
             config=config, **options)`, with the config of the model that is returned.
+        adapter: A PEFT folder with a LoRA adapter of this model. Its factors lie beside the kernels
+            that they adapt; `models.merge_lora` adds them to these.
         param_dtype: Type of the parameters; by default that of the file, as its config says.
         dtype: Type of activations and matrix products; by default that of the file.
         remat: As in the model's config.
@@ -89,11 +94,14 @@ def load_hf(
         param_dtype=param_dtype or file_dtype,
         dtype=dtype or file_dtype,
         remat=remat,
+        lora=None if adapter is None else read_lora(adapter),
         attention_implementation=attention_implementation,
     )
     model = abstract(config)
     names = family_of(fields, str(folder / CONFIG))[1].names
     sources = _match(model, names, stored, folder, any_float=param_dtype is not None)
+    if adapter is not None:
+        sources |= adapter_sources(model, names, Path(adapter))
     if plan is None:
         options = {"config": config, **options}
     plan = plan_for(model, mesh, plan, options)
@@ -136,7 +144,8 @@ def _match(
     stored = _with_prefix(stored, next(iter(names.values())).name.partition(".")[0] + ".")
     sources: dict[str, Source] = {}
     wanted: set[str] = set()
-    hows = storages(names, {path: param.shape for path, param in flatten(model).items()})
+    shapes = {path: param.shape for path, param in flatten(model).items()}
+    hows = storages(names, {path: n for path, n in shapes.items() if not is_adapter(path)})
     _check_count(hows, stored, folder)
     for path, how in hows.items():
         sources[path] = Source(np.empty(how.stack, object), how)

@@ -81,6 +81,12 @@ def save_hf(
             where="config",
             fix="save_hf(model, ...), or save_hf(params, ..., config=model.config)",
         )
+    if config.lora is not None:
+        raise BadConfig(
+            "the model has low-rank adapters beside its kernels",
+            where="config.lora",
+            fix="save_adapter(model, ...) writes them alone; models.merge_lora(model) first",
+        )
     fields = _fields(config, like)
     names = FAMILIES[fields["model_type"]].names
     fetches, tensors = _tensors(config, names, dict(leaves(tree)), plan)
@@ -89,7 +95,7 @@ def save_hf(
     with (
         auto_context(),
         byte_bar(f"saving {folder.name}", total, progress) as advance,
-        _complete(folder) as unfinished,
+        complete(folder) as unfinished,
     ):
         for file, names in files.items():
             chosen = {name: tensors[name] for name in names}
@@ -107,7 +113,7 @@ def save_hf(
 
 
 @contextlib.contextmanager
-def _complete(folder: Path) -> Generator[Path | None]:
+def complete(folder: Path) -> Generator[Path | None]:
     """A folder beside `folder` that takes its place when it is complete; one process has it."""
     if jax.process_index() != 0:
         yield None
@@ -156,23 +162,23 @@ def _tensors(
     tensors: Tensors = {}
     hows = storages(names, {path: param.shape for path, param in params.items()})
     for path, how in hows.items():
-        places = _places(path, tree[path], how.stack, plan)
+        places = places_of(path, tree[path], how.stack, plan)
         for index in np.ndindex(how.stack):
             name = names[path].name.format(*index)
             place = tuple(int(at[i]) for at, i in zip(places, index, strict=True))
-            fetch = functools.partial(_fetch, tree[path], place, params[path].shape, how)
-            parts.setdefault(name, {})[how.first] = fetch
+            one = functools.partial(fetch, tree[path], place, params[path].shape, how)
+            parts.setdefault(name, {})[how.first] = one
             tensors[name] = str(tree[path].dtype), how.whole
     return {name: functools.partial(_joined, fetches) for name, fetches in parts.items()}, tensors
 
 
 def _joined(fetches: Mapping[int, Callable[[], NDArray[Any]]]) -> NDArray[Any]:
     """One tensor from its parts, by their first rows."""
-    arrays = [fetch() for _, fetch in sorted(fetches.items())]
+    arrays = [one() for _, one in sorted(fetches.items())]
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
-def _places(
+def places_of(
     path: str, leaf: Any, stack: tuple[int, ...], plan: Plan | None
 ) -> list[NDArray[np.int64]]:
     """Where each entry of every stacked dim is stored."""
@@ -205,7 +211,7 @@ def _fetched(
         advance(num_bytes(*tensors[name]))
 
 
-def _fetch(leaf: Any, index: tuple[int, ...], shape: tuple[int, ...], how: Storage) -> NDArray[Any]:
+def fetch(leaf: Any, index: tuple[int, ...], shape: tuple[int, ...], how: Storage) -> NDArray[Any]:
     """One stored tensor of a parameter, replicated in this process."""
     core = shape[len(index) :]
     if not isinstance(leaf, jax.Array):

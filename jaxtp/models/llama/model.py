@@ -125,12 +125,14 @@ class Attention(nnx.Module):
         num_kv_heads = config.num_key_value_heads
         units = (num_kv_heads, config.num_attention_heads // num_kv_heads)
 
-        def copies(w: jax.Array) -> jax.Array:
+        def copies(path: tuple[Any, ...], w: jax.Array) -> jax.Array:
+            if "lora_a" in jax.tree_util.keystr(path):
+                return w  # (hidden size, rank): no heads
             w_DKH = w.astype(config.dtype).reshape(-1, *w.shape[-2:])  # a bias has no D
             w_DKH = spread(w_DKH, "kv_kernel", units)
             return w_DKH.reshape(*w.shape[:-2], *w_DKH.shape[1:])
 
-        return jax.tree.map(copies, proj)
+        return jax.tree_util.tree_map_with_path(copies, proj)
 
 
 class MLP(GatedMLP):

@@ -1,0 +1,169 @@
+"""Adapters of our models: beside their kernels, from and to PEFT folders, merged, and trained."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jaxtp
+from jaxtp import models
+from jaxtp.activations.by_name import use_plan
+from jaxtp.errors import BadCheckpoint, BadConfig, BadWeights, UnsupportedModel
+from jaxtp.io.hf.adapters import read_lora
+from jaxtp.io.safetensors import read_header, write_file
+from jaxtp.mesh.build import make_mesh, plan_mesh
+from jaxtp.models import Lora
+
+FIXTURES = Path(__file__).parent / "fixtures" / "hf"
+TARGETS = {
+    "llama": ("down_proj", "k_proj", "lm_head", "o_proj", "q_proj"),
+    "gpt2": ("c_attn", "c_proj"),
+}
+RANK, ALPHA = 4, 8.0
+PRECISE = {"param_dtype": "float32", "dtype": "float32", "progress": False}
+
+
+def peft_folder(folder, family, rng):
+    """An adapter as PEFT writes it, one pair for each tensor that the model's own file has."""
+    stored = read_header(FIXTURES / family / "model.safetensors")
+    targets = [t for t in TARGETS[family] if any(f".{t}." in f".{name}" for name in stored)]
+    arrays = {}
+    for name, tensor in stored.items():
+        module = name.removesuffix(".weight")
+        if module.rpartition(".")[2] in targets and name.endswith(".weight"):
+            outer, inner = tensor.shape if family == "llama" else tensor.shape[::-1]
+            prefix = "base_model.model." + ("" if family == "llama" else with_prefix(name))
+            arrays[f"{prefix}{module}.lora_A.weight"] = rng.normal(size=(RANK, inner)) * 0.3
+            arrays[f"{prefix}{module}.lora_B.weight"] = rng.normal(size=(outer, RANK)) * 0.3
+    arrays = {name: array.astype(np.float32) for name, array in arrays.items()}
+    folder.mkdir()
+    tensors = {name: ("float32", array.shape) for name, array in arrays.items()}
+    write_file(folder / "adapter_model.safetensors", tensors, (arrays[n] for n in sorted(arrays)))
+    fields = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": targets}
+    (folder / "adapter_config.json").write_text(json.dumps(fields))
+    return arrays
+
+
+def with_prefix(name):
+    return "" if name.startswith("transformer.") else "transformer."
+
+
+def merged_folder(folder, family, arrays):
+    """The model's folder with `W + alpha / r B A` in it, computed here with numpy."""
+    base = FIXTURES / family
+    folder.mkdir()
+    (folder / "config.json").write_text((base / "config.json").read_text())
+    stored = read_header(base / "model.safetensors")
+    weights = {}
+    for name, tensor in stored.items():
+        raw = tensor.file.read_bytes()[tensor.start : tensor.start + tensor.num_bytes]
+        w = np.frombuffer(raw, jnp.dtype(tensor.dtype)).reshape(tensor.shape).astype(np.float32)
+        prefix = "base_model.model." + ("" if family == "llama" else with_prefix(name))
+        a = arrays.get(prefix + name.removesuffix("weight") + "lora_A.weight")
+        if a is not None:
+            b = arrays[prefix + name.removesuffix("weight") + "lora_B.weight"]
+            change = ALPHA / RANK * (b @ a)
+            w = w + (change if family == "llama" else change.T)
+        weights[name] = w
+    tensors = {name: ("float32", w.shape) for name, w in weights.items()}
+    write_file(folder / "model.safetensors", tensors, (weights[n] for n in sorted(weights)))
+    return folder
+
+
+@nnx.jit
+def run(model, tokens):
+    return model(tokens)
+
+
+@pytest.mark.parametrize("family", TARGETS)
+def test_peft_folders_in_and_out(family, tmp_path):
+    """Loaded beside the kernels, merged, unmerged and written again: the same logits throughout."""
+    arrays = peft_folder(tmp_path / "peft", family, np.random.default_rng(0))
+    truth = merged_folder(tmp_path / "merged", family, arrays)
+    mesh = make_mesh(tp=4, devices=jax.devices()[:4])
+    expected, _ = jaxtp.load_hf(truth, mesh, **PRECISE)
+    base, _ = jaxtp.load_hf(FIXTURES / family, mesh, **PRECISE)
+    model, params = jaxtp.load_hf(FIXTURES / family, mesh, adapter=tmp_path / "peft", **PRECISE)
+    lora = model.config.lora
+    assert (lora.rank, lora.scale) == (RANK, ALPHA / RANK)
+    tokens = jnp.arange(24).reshape(2, 12) % model.config.vocab_size
+    plan = jaxtp.make_plan(model, mesh, config=model.config)
+    with use_plan(plan, plan_mesh(mesh, plan.mesh)):
+        want, got = run(expected, tokens), run(model, tokens)
+        assert jnp.abs(run(base, tokens) - want).max() > 0.1
+        # Sums of a few hundred float32 terms of size one, in another order.
+        close = {"atol": 1e-3, "rtol": 1e-4}
+        np.testing.assert_allclose(got, want, **close)
+
+        jaxtp.save_adapter(model, tmp_path / "again", plan=plan, base="somewhere")
+        again = read_header(tmp_path / "again" / "adapter_model.safetensors")
+        assert again.keys() == arrays.keys()
+        for name, tensor in again.items():
+            raw = tensor.file.read_bytes()[tensor.start : tensor.start + tensor.num_bytes]
+            np.testing.assert_array_equal(
+                np.frombuffer(raw, np.float32).reshape(tensor.shape), arrays[name]
+            )
+        assert read_lora(tmp_path / "again") == lora
+
+        adapters = models.merge_lora(model)
+        assert model.config.lora is None
+        np.testing.assert_allclose(run(model, tokens), want, **close)
+        assert jax.tree.structure(nnx.state(model)) == jax.tree.structure(nnx.state(base))
+        models.unmerge_lora(model, adapters, lora)
+        np.testing.assert_allclose(run(model, tokens), want, **close)
+        assert jax.tree.structure(nnx.state(model)) == jax.tree.structure(params)
+
+
+def test_what_an_adapter_folder_cannot_be(tmp_path):
+    arrays = peft_folder(tmp_path / "peft", "llama", np.random.default_rng(0))
+    mesh = make_mesh(tp=4, devices=jax.devices()[:4])
+    config = tmp_path / "peft" / "adapter_config.json"
+    fields = json.loads(config.read_text())
+    for changes, error, match in (
+        ({"use_dora": True}, UnsupportedModel, "use_dora"),
+        ({"bias": "all"}, UnsupportedModel, "bias"),
+        ({"peft_type": "IA3"}, UnsupportedModel, "IA3"),
+        ({"r": 8}, BadWeights, "has shape"),
+        ({"r": None}, BadWeights, "r is None"),
+    ):
+        config.write_text(json.dumps({**fields, **changes}))
+        with pytest.raises(error, match=match):
+            jaxtp.load_hf(FIXTURES / "llama", mesh, adapter=tmp_path / "peft", **PRECISE)
+    config.write_text(json.dumps(fields))
+    arrays.pop(next(iter(arrays)))
+    tensors = {name: ("float32", array.shape) for name, array in arrays.items()}
+    weights = tmp_path / "peft" / "adapter_model.safetensors"
+    write_file(weights, tensors, (arrays[n] for n in sorted(arrays)))
+    with pytest.raises(BadWeights, match="1 tensors are missing"):
+        jaxtp.load_hf(FIXTURES / "llama", mesh, adapter=tmp_path / "peft", **PRECISE)
+
+
+def test_a_model_with_adapters_is_not_saved_as_one_without(tmp_path):
+    config = dataclasses.replace(
+        models.config_of("llama-tiny"), lora=Lora(rank=2, alpha=4.0, targets=("q_proj",))
+    )
+    model = models.build(config)
+    with pytest.raises(BadConfig, match="adapters beside its kernels"):
+        jaxtp.save_hf(model, tmp_path / "whole")
+    jaxtp.save_adapter(model, tmp_path / "adapter")
+    with pytest.raises(BadCheckpoint, match="exists"):
+        jaxtp.save_adapter(model, tmp_path / "adapter")
+    models.merge_lora(model)
+    with pytest.raises(BadConfig, match="no adapter"):
+        models.merge_lora(model)
+    with pytest.raises(BadConfig, match="no adapter"):
+        jaxtp.save_adapter(model, tmp_path / "other")
+    jaxtp.save_hf(model, tmp_path / "whole", progress=False)
+
+
+def test_targets_must_exist():
+    lora = Lora(rank=2, alpha=4.0, targets=("q_proj", "w_qkv"))
+    with pytest.raises(BadConfig, match="called w_qkv"):
+        models.build(dataclasses.replace(models.config_of("llama-tiny"), lora=lora))
+    with pytest.raises(BadConfig, match="rank 0"):
+        Lora(rank=0, alpha=4.0, targets=("q_proj",))
