@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 
 import jax
@@ -13,11 +14,17 @@ from flax import nnx
 import jaxtp
 from jaxtp import models
 from jaxtp.activations.by_name import use_plan
+from jaxtp.config import settings
+from jaxtp.config.batch_sizes import resolve
+from jaxtp.config.settings import Batch, Config, Mesh, Precision
 from jaxtp.errors import BadCheckpoint, BadConfig, BadWeights, UnsupportedModel
 from jaxtp.io.hf.adapters import read_lora
 from jaxtp.io.safetensors import read_header, write_file
 from jaxtp.mesh.build import make_mesh, plan_mesh
 from jaxtp.models import Lora
+from jaxtp.plan.trees import leaves
+from jaxtp.train.config_step import abstract_state, first_state, step_of
+from jaxtp.train.planning import lora_of, model_of, plan_of
 
 FIXTURES = Path(__file__).parent / "fixtures" / "hf"
 TARGETS = {
@@ -25,7 +32,10 @@ TARGETS = {
     "gpt2": ("c_attn", "c_proj"),
 }
 RANK, ALPHA = 4, 8.0
-PRECISE = {"param_dtype": "float32", "dtype": "float32", "progress": False}
+PRECISE = {
+    **{"param_dtype": "float32", "dtype": "float32", "progress": False},
+    "replicated_budget": 1.0,  # 99 tokens do not divide
+}
 
 
 def peft_folder(folder, family, rng):
@@ -92,7 +102,7 @@ def test_peft_folders_in_and_out(family, tmp_path):
     lora = model.config.lora
     assert (lora.rank, lora.scale) == (RANK, ALPHA / RANK)
     tokens = jnp.arange(24).reshape(2, 12) % model.config.vocab_size
-    plan = jaxtp.make_plan(model, mesh, config=model.config)
+    plan = jaxtp.make_plan(model, mesh, config=model.config, replicated_budget=1.0)
     with use_plan(plan, plan_mesh(mesh, plan.mesh)):
         want, got = run(expected, tokens), run(model, tokens)
         assert jnp.abs(run(base, tokens) - want).max() > 0.1
@@ -167,3 +177,73 @@ def test_targets_must_exist():
         models.build(dataclasses.replace(models.config_of("llama-tiny"), lora=lora))
     with pytest.raises(BadConfig, match="rank 0"):
         Lora(rank=0, alpha=4.0, targets=("q_proj",))
+
+
+# ------------------------------------------------------------ training
+
+
+def trained(mesh_sizes, steps=3, **changes):
+    """Parameters before and after a few steps, and the optimizer's state."""
+    config = Config(
+        mesh=Mesh(**mesh_sizes),
+        batch=Batch(size=16, accumulation=2),
+        precision=Precision(compute="float32"),
+        lora=settings.Lora(rank=4, targets="q_proj, o_proj,down_proj"),
+        layers=2,
+        seq_len=16,
+        **changes,
+    )
+    count = math.prod(mesh_sizes.values())
+    config = resolve(config, count)
+    mesh = make_mesh(devices=jax.devices()[:count], **mesh_sizes)
+    plan = plan_of(config, model_of(config), mesh)
+    state = jaxtp.init_sharded(lambda: first_state(config), None, mesh, plan=plan)
+    before = {path: np.asarray(leaf) for path, leaf in leaves(state.params)}
+    step = step_of(config, plan, mesh, state)
+    tokens = jax.random.randint(jax.random.key(0), (16, 17), 0, 256)
+    for _ in range(steps):
+        state, metrics = step(state, jaxtp.shard_batch({"tokens": tokens}, mesh))
+    after = {path: np.asarray(leaf) for path, leaf in leaves(state.params)}
+    return before, after, state.opt_state, float(metrics["loss"])
+
+
+def test_only_adapters_are_trained_on_any_mesh():
+    """The base has neither gradients nor optimizer state, and a mesh changes no number."""
+    before, after, opt_state, loss = trained({"tp": 4, "dp": 2})
+    _, alone, _, loss_alone = trained({"dp": 8, "tp": 1})
+    changed = {path for path in after if not np.array_equal(before[path], after[path])}
+    adapters = {path for path in after if "lora_" in path}
+    assert changed == adapters
+    assert len(adapters) == 6
+    # Adam's two moments of the adapters, and counters.
+    kept = sum(leaf.size for leaf in jax.tree.leaves(opt_state) if leaf.ndim)
+    assert kept == 2 * sum(after[path].size for path in adapters)
+    assert loss == pytest.approx(loss_alone, rel=1e-5)
+    for path in adapters:
+        # Adam divides by the root of a mean of squares: rounding of small gradients shows at the
+        # size of a step, 3 x 3e-4, times its relative size.
+        np.testing.assert_allclose(after[path], alone[path], atol=1e-4)
+
+
+def test_preflight_shows_what_is_saved():
+    """Gradients and moments of the base are gone: a tenth of the bytes of training everything."""
+
+    def held(rank):
+        config = Config(model="llama3-8b", lora=settings.Lora(rank=rank))
+        state = abstract_state(resolve(dataclasses.replace(config, mesh=Mesh(tp=8)), 8))
+        return [
+            sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+            for tree in (state.params, state.opt_state)
+        ]
+
+    (whole, moments), (adapted, few) = held(0), held(16)
+    assert moments == pytest.approx(2 * whole, rel=1e-6)
+    assert adapted < 1.01 * whole
+    assert few < 0.01 * moments
+
+
+def test_settings_name_the_adapters():
+    assert lora_of(settings.Lora()) is None
+    assert lora_of(settings.Lora(rank=8)) == Lora(rank=8, alpha=16.0, targets=("q_proj", "v_proj"))
+    with pytest.raises(BadConfig, match="no module"):
+        lora_of(settings.Lora(rank=8, targets=" ,"))

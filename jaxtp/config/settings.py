@@ -275,6 +275,22 @@ class Faults:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Lora:
+    """Low-rank adapters, which are then all that is trained."""
+
+    __pydantic_config__: Strict = STRICT
+
+    rank: int = 0
+    """Width of the adapters; 0 trains the whole model."""
+
+    alpha: float = 0.0
+    """The product of an adapter's factors is multiplied by alpha / rank; 0 takes twice the rank."""
+
+    targets: str = "q_proj,v_proj"
+    """Linear maps that get one, by name, with commas between."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """One training run."""
 
@@ -312,6 +328,7 @@ class Config:
     tensor: Tensor = Tensor()
     communication: Communication = Communication()
     precision: Precision = Precision()
+    lora: Lora = Lora()
     optimizer: Optimizer = dataclasses.field(default_factory=Optimizer)
     data: Data = Data()
     run: Run = Run()
@@ -320,7 +337,8 @@ class Config:
 
 AT_LEAST: Mapping[str, float] = {
     "faults.start_timeout": 1, "faults.step_timeout": 0, "faults.heartbeat_timeout": 1,
-    "layers": 0, "seq_len": 1, "steps": 1, "seed": 0, "mesh.tp": 1, "mesh.pp": 1, "batch.size": 0,
+    "layers": 0, "lora.rank": 0, "lora.alpha": 0, "seq_len": 1, "steps": 1, "seed": 0,
+    "mesh.tp": 1, "mesh.pp": 1, "batch.size": 0,
     "batch.micro_size": 0, "batch.accumulation": 1, "pipeline.rounds": 1,
     "pipeline.micro_batches": 0, "communication.gradient_fusion": 0,
     "precision.loss_scale": 0, "precision.loss_scale_window": 1, "optimizer.learning_rate": 0,

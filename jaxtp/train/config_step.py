@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from jaxtp import models
 from jaxtp.compile.options import CompileOptions, compile_options
 from jaxtp.config.settings import Communication, Config
+from jaxtp.models.lora import is_adapter
 from jaxtp.placement.arrays import shard, shard_batch
 from jaxtp.plan.decisions import Plan
 from jaxtp.train.language import NextToken
@@ -84,6 +85,7 @@ def update_of(config: Config, plan: Plan, mesh: Mesh, *, offload: bool = False) 
         num_micro=1 if plan.stages else config.batch.accumulation,
         precision=config.precision,
         offload=offload,
+        trains=is_adapter if config.lora.rank else None,
     )
 
 
@@ -91,7 +93,8 @@ def first_state(config: Config) -> TrainState:
     """The state before the first step, with parameters drawn from the seed."""
     tx, _ = build_optimizer(config.optimizer, config.steps)
     _, params = nnx.split(models.build(model_of(config), nnx.Rngs(config.seed)))
-    return init_state(params, tx, config.precision)
+    trains = is_adapter if config.lora.rank else None
+    return init_state(params, tx, config.precision, trains)
 
 
 def abstract_state(config: Config) -> TrainState:

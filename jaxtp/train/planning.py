@@ -7,7 +7,7 @@ from jax.sharding import Mesh
 
 from jaxtp import models
 from jaxtp.config.batch_sizes import is_sequence_parallel
-from jaxtp.config.settings import Config
+from jaxtp.config.settings import Config, Lora
 from jaxtp.cost.stage_balance import deal
 from jaxtp.errors import BadConfig
 from jaxtp.hardware.clusters import Cluster
@@ -32,7 +32,21 @@ def model_of(config: Config) -> models.Config:
         param_dtype=config.precision.params,
         remat=config.remat,
         attention_implementation=config.attention,
+        lora=lora_of(config.lora),
     )
+
+
+def lora_of(settings: Lora) -> models.Lora | None:
+    """The adapters of a section of settings; None for rank 0.
+
+    Raises:
+        BadConfig: TP020, if there are no targets.
+    """
+    if not settings.rank:
+        return None
+    targets = tuple(name.strip() for name in settings.targets.split(",") if name.strip())
+    alpha = settings.alpha or 2.0 * settings.rank
+    return models.Lora(rank=settings.rank, alpha=alpha, targets=targets)
 
 
 def axis_sizes(config: Config) -> dict[str, int]:

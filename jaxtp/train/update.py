@@ -20,7 +20,7 @@ from jaxtp.mesh.axes import Axis, Shards
 from jaxtp.mesh.build import plan_mesh
 from jaxtp.placement.train_state import plan_slots
 from jaxtp.plan.decisions import Plan
-from jaxtp.plan.trees import PyTree, map_with_path, partition_spec
+from jaxtp.plan.trees import PyTree, leaves, map_with_path, partition_spec
 
 FIRST_SCALE = 2.0**15
 """Where an adaptive loss scale starts, as in Micikevicius et al. 2018 and DeepSpeed."""
@@ -78,14 +78,38 @@ Update = Callable[[TrainState, PyTree], tuple[TrainState, dict[str, jax.Array]]]
 
 
 def init_state(
-    params: PyTree, tx: optax.GradientTransformation, precision: Precision
+    params: PyTree,
+    tx: optax.GradientTransformation,
+    precision: Precision,
+    trains: Callable[[str], bool] | None = None,
 ) -> TrainState:
-    """The state before the first step."""
+    """The state before the first step; the optimizer keeps nothing for what is not trained.
+
+    Args:
+        params: All parameters.
+        tx: The optimizer.
+        precision: Loss scaling.
+        trains: Whether a path is trained; by default all are.
+    """
     scale = None
     if precision.compute == "float16":
         first = jnp.float32(precision.loss_scale or FIRST_SCALE)
         scale = LossScale(first, jnp.int32(0))
-    return TrainState(params, tx.init(params), jnp.int32(0), scale)
+    return TrainState(params, tx.init(_trained(params, trains)), jnp.int32(0), scale)
+
+
+def _trained(params: PyTree, trains: Callable[[str], bool] | None) -> PyTree:
+    """All parameters, or those that are trained, by path."""
+    if trains is None:
+        return params
+    return {path: leaf for path, leaf in leaves(params) if trains(path)}
+
+
+def _with_trained(params: PyTree, trained: PyTree, trains: Callable[[str], bool] | None) -> PyTree:
+    """All parameters, with what `_trained` takes out of them as `trained` has it."""
+    if trains is None:
+        return trained
+    return map_with_path(lambda path, leaf: trained.get(path, leaf), params)
 
 
 def make_update(
@@ -98,6 +122,7 @@ def make_update(
     num_micro: int = 1,
     precision: Precision | None = None,
     offload: bool = False,
+    trains: Callable[[str], bool] | None = None,
 ) -> Update:
     """A step function for `jit_step`.
 
@@ -113,6 +138,7 @@ def make_update(
         num_micro: Micro-batches; the batch size is a multiple of it. Stages have their own.
         precision: Loss scaling; by default there is none.
         offload: The optimizer's state comes from the host's memory, see `to_host`.
+        trains: Whether a path is trained, by default all are: others have no gradient.
 
     Raises:
         BadStages: TP074, for micro-batches beside those of the plan's stages.
@@ -129,12 +155,14 @@ def make_update(
         scale = jnp.float32(1) if state.loss_scale is None else state.loss_scale.scale
         weight = scale / loss.count(batch)
 
-        def weighted(params: PyTree, micro: PyTree) -> jax.Array:
-            return loss.total(params, micro) * weight
+        trained = _trained(state.params, trains)
+
+        def weighted(trained: PyTree, micro: PyTree) -> jax.Array:
+            return loss.total(_with_trained(state.params, trained, trains), micro) * weight
 
         total, grads = mean_gradients(
             weighted,
-            state.params,
+            trained,
             batch,
             plan,
             mesh,
@@ -146,10 +174,10 @@ def make_update(
             grads = jax.tree.map(lambda grad: grad / scale, grads)
         norm = optax.tree.norm(grads)
         changes, opt_state = tx.update(
-            grads, _to_device(state.opt_state) if offload else state.opt_state, state.params
+            grads, _to_device(state.opt_state) if offload else state.opt_state, trained
         )
         new = TrainState(
-            optax.apply_updates(state.params, changes),
+            _with_trained(state.params, optax.apply_updates(trained, changes), trains),
             opt_state,
             state.num_updates + 1,
             state.loss_scale,
