@@ -281,7 +281,7 @@ class Lora:
     __pydantic_config__: Strict = STRICT
 
     rank: int = 0
-    """Width of the adapters; 0 trains the whole model."""
+    """Width of the adapters; 0 trains all parameters."""
 
     alpha: float = 0.0
     """The product of an adapter's factors is multiplied by alpha / rank; 0 takes twice the rank."""
