@@ -99,14 +99,14 @@ def adapter_sources(model: Decoder, names: Mapping[str, Stored], folder: Path) -
                         "load the model that the adapter was trained on",
                     )
                 )
-    for what, names in (
+    for what, differ in (
         ("are missing", wanted - stored.keys()),
         ("are not of this model", stored.keys() - wanted),
     ):
-        if names:
+        if differ:
             problems.add(
                 BadWeights(
-                    f"{len(names)} tensors {what}: {join(sorted(names))}",
+                    f"{len(differ)} tensors {what}: {join(sorted(differ))}",
                     where=str(folder / WEIGHTS),
                     fix="load the model that the adapter was trained on",
                 )
