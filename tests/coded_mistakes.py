@@ -345,7 +345,12 @@ CASES = {
         "the loss is nan at step 3",
         r"lower the learning rate",
     ),
-    "TP132": (lambda: load_subject("llama3-8bb"), "llama3-8bb", "no such file, and no preset", "llama3-8b, .*dump_tree"),
+    "TP132": (
+        lambda: load_subject("llama3-8bb"),
+        "llama3-8bb",
+        "no such file, and no preset",
+        "llama3-8b, .*dump_tree",
+    ),
     "TP133": (
         lambda: step_on(replicated_leaf(), lambda state: {**state, "ema": state["w"]}),
         "",
