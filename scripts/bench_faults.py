@@ -202,22 +202,24 @@ def long_run(steps: int) -> Section:
     rows: list[dict[str, Any]] = []
 
     def look(line: Any) -> None:
-        if line["step"] % (steps // LOOKS) == 0:
-            gc.collect()
-            pages = int(Path("/proc/self/statm").read_text().split()[1])
-            rows.append(
-                {
-                    "step": int(line["step"]),
-                    "MiB": round(pages * os.sysconf("SC_PAGE_SIZE") / 2**20),
-                    "open files": len(os.listdir("/proc/self/fd")),
-                    "threads": len(os.listdir("/proc/self/task")),
-                }
-            )
+        gc.collect()
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        rows.append(
+            {
+                "step": int(line["step"]),
+                "MiB": round(pages * os.sysconf("SC_PAGE_SIZE") / 2**20),
+                "open files": len(os.listdir("/proc/self/fd")),
+                "threads": len(os.listdir("/proc/self/task")),
+            }
+        )
 
-    with (
-        tempfile.TemporaryDirectory() as name,
-        jaxtp.Checkpoints(Path(name) / "checkpoints") as checkpoints,
-    ):
+    with tempfile.TemporaryDirectory() as name, jaxtp.Checkpoints(f"{name}/saved") as checkpoints:
+
+        def look_after_saving(line: Any) -> None:
+            if line["step"] % (steps // LOOKS) == 0:
+                checkpoints.wait()  # a save that is under way has files open
+                look(line)
+
         fit(
             step,
             kernel,
@@ -228,7 +230,7 @@ def long_run(steps: int) -> Section:
                 save=lambda number, state: checkpoints.save(number, {"kernel": state}),
                 save_every=250,
                 eval_every=steps,
-                watchers=[look],
+                watchers=[look_after_saving],
             ),
             console=Console(quiet=True),
         )
