@@ -14,7 +14,6 @@ Attention is cuDNN's where nvidia-cudnn-cu12 can be imported, else XLA's; the ou
 
 import dataclasses
 import functools
-import importlib.util
 from collections.abc import Callable, Mapping
 from typing import Annotated, Literal
 
@@ -30,6 +29,7 @@ from jaxtp.config.files import changed
 from jaxtp.config.presets import preset
 from jaxtp.config.settings import Config
 from jaxtp.hardware.links import MIB
+from jaxtp.train.attention import has_cudnn
 from jaxtp.train.preflight import preflight_config
 
 Overlap = Literal["off", "auto", "aggressive"]
@@ -122,11 +122,7 @@ def cells(report: Report, floor: float | None) -> dict[str, Cell]:
 
 def attention() -> str:
     """The kernel that can be compiled here."""
-    try:
-        found = importlib.util.find_spec("nvidia.cudnn")
-    except ModuleNotFoundError:
-        found = None
-    return "cudnn" if found else "xla"
+    return "cudnn" if has_cudnn() else "xla"
 
 
 def _blocks_ratio(report: Report, floor: float, layers: int) -> float:

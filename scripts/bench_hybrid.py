@@ -250,7 +250,7 @@ def sizes() -> Section:
     rows: list[dict[str, Cell]] = []
     thresholds: list[tuple[str, bool]] = []
     for name, given in H100S.items():
-        config = dataclasses.replace(given, remat="full")
+        config = dataclasses.replace(given, remat="full", attention="xla")
         row: dict[str, Cell] = {"run": f"{name}, {config.target}"}
         try:
             plan, report = preflight_config(config)
@@ -294,6 +294,7 @@ def gpt3() -> Section:
         target="h100:8x8",
         seq_len=2048,
         remat="full",
+        attention="xla",
         mesh=Mesh(tp=8, fsdp=8),
         batch=Batch(size=32),
         zero=Zero(stage=3),

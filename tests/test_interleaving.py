@@ -287,6 +287,7 @@ def preflighted(profile):
             "batch.size": 2,
             "seq_len": 4096,
             "precision.params": "bfloat16",
+            "attention": "xla",
             "communication.overlap": profile,
         },
     )

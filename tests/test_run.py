@@ -171,7 +171,7 @@ def test_devices_of_several_kinds_must_be_named(monkeypatch):
 
 def test_tensorboard_needs_its_writer(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
-    with pytest.raises(BadConfig, match="pip install tensorboardX"):
+    with pytest.raises(BadConfig, match=r'pip install "jaxtp.tensorboard."'):
         watch.tensorboard(tmp_path)
 
 

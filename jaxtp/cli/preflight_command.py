@@ -28,7 +28,7 @@ class PresetSizes:
     layers: int = 0
     remat: str = "block_outputs"
     param_dtype: str = "float32"
-    attention: str = "xla"
+    attention: str = "auto"
     optimizer: str = "adamw"
 
     def run(self, model: str, communication: Communication) -> Config:
@@ -63,7 +63,7 @@ def preflight(
     layers: int = 0,
     remat: str = "block_outputs",
     param_dtype: str = "float32",
-    attention: str = "xla",
+    attention: str = "auto",
     optimizer: str = "adamw",
     communication: Communication = AS_USUAL,
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
@@ -85,7 +85,7 @@ def preflight(
         layers: Layers to compile; 0 is all of them.
         remat: What to recompute: none, full, block_outputs, dots or stage.
         param_dtype: Type of the stored parameters.
-        attention: Kernel of attention: xla or cudnn.
+        attention: Kernel of attention: auto, cudnn or xla.
         optimizer: Any function of optax that takes a learning rate; sgd keeps no state.
         communication: How the compiler is to treat communication.
         as_json: Print the report as data.

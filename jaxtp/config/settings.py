@@ -302,8 +302,9 @@ class Config:
     layers: int = 0
     """Layers of the model, fewer or more than the preset has; 0 takes the preset's."""
 
-    attention: Literal["xla", "cudnn"] = "xla"
-    """Kernel of attention; cudnn needs an NVIDIA GPU and 16-bit `precision.compute`."""
+    attention: Literal["auto", "cudnn", "xla"] = "auto"
+    """Kernel of attention; auto is cuDNN's on NVIDIA GPUs where type and heads allow it, else
+    XLA's, which keeps arrays of tokens x tokens."""
 
     seq_len: int = 128
     """Tokens that the model reads of a sequence."""

@@ -31,7 +31,8 @@ def model_of(config: Config) -> models.Config:
         dtype=config.precision.compute,
         param_dtype=config.precision.params,
         remat=config.remat,
-        attention_implementation=config.attention,
+        # What auto comes to is known where the devices are, see `jaxtp.train.attention`.
+        attention_implementation="xla" if config.attention == "auto" else config.attention,
         lora=lora_of(config.lora),
     )
 

@@ -26,6 +26,7 @@ from jaxtp.mesh.axes import Axis
 from jaxtp.placement.train_state import slots
 from jaxtp.plan.decisions import Plan
 from jaxtp.rules.model_dims import ModelDims
+from jaxtp.train.attention import choose_attention
 from jaxtp.train.config_step import abstract_state, abstract_step, options_of
 from jaxtp.train.planning import axis_sizes, model_of, plan_of, stage_kinds
 from jaxtp.train.update import TrainState
@@ -56,7 +57,9 @@ def preflight_config(
     """
     # One program runs on all kinds of GPU, so it has to fit the smallest.
     target = Cluster.parse(config.target).smallest
-    config = resolve(config, target.num_devices)
+    config, attention = choose_attention(
+        resolve(config, target.num_devices), on_gpu=True, ahead=True
+    )
     model, state = model_of(config), abstract_state(config)
     dims = ModelDims.of(model)
     plan = plan_of(config, model, axis_sizes(config))
@@ -75,8 +78,8 @@ def preflight_config(
         time_limit=time_limit,
         on_progress=on_progress,
     )
-    notes = (*report.notes, *_offloaded(config, state, plan), *strategies(config, plan))
-    return plan, dataclasses.replace(report, notes=notes)
+    own = (f"attention {attention}", *_offloaded(config, state, plan), *strategies(config, plan))
+    return plan, dataclasses.replace(report, notes=(*report.notes, *own))
 
 
 def step_on_target(mesh: Mesh, settings: str) -> tuple[Any, tuple[Any, ...]]:

@@ -19,6 +19,7 @@ from jaxtp.placement.arrays import shard_batch
 from jaxtp.placement.init import init_sharded
 from jaxtp.plan.decisions import Plan
 from jaxtp.processes.startup import agree
+from jaxtp.train.attention import choose_attention
 from jaxtp.train.config_step import first_state, loss_of, options_of, step_of
 from jaxtp.train.language import Batch, NextToken
 from jaxtp.train.planning import axis_sizes, model_of, plan_of, stage_kinds
@@ -34,6 +35,7 @@ class Setup:
 
     Attributes:
         config: Resolved settings.
+        attention: Which kernel computes it, and why.
         model: Sizes of the model, its types as the settings want them.
         mesh: The mesh of devices.
         plan: Where parameters go.
@@ -44,6 +46,7 @@ class Setup:
     """
 
     config: Config
+    attention: str
     model: models.Config
     mesh: Mesh
     plan: Plan
@@ -69,7 +72,8 @@ def prepare(config: Config) -> Setup:
         JaxtpError: whatever `resolve`, `make_plan` and `init_sharded` raise.
     """
     agree({name: operator.attrgetter(name)(config) for name in settings()})
-    config = resolve(config, jax.device_count())
+    on_gpu = jax.default_backend() == "gpu"
+    config, attention = choose_attention(resolve(config, jax.device_count()), on_gpu=on_gpu)
     _check_machine(config)
     mesh = make_mesh(devices=jax.devices(), **axis_sizes(config))
     model = model_of(config)
@@ -81,9 +85,9 @@ def prepare(config: Config) -> Setup:
     state: TrainState = init_sharded(lambda: first_state(config), None, mesh, plan=plan)
     if config.zero.offload_optimizer == "cpu":
         state = to_host(state)
-    on_gpu = jax.default_backend() == "gpu"
     return Setup(
         config=config,
+        attention=attention,
         model=model,
         mesh=mesh,
         plan=plan,

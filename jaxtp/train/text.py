@@ -136,8 +136,12 @@ def _tokenizer(file: str) -> tuple[Encode, int]:
     """
     if not file:
         return lambda text: [np.frombuffer(d, np.uint8).astype(np.int32) for d in _split(text)], 256
-    from tokenizers import Tokenizer
-
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        raise BadConfig(
+            "tokenizers is not installed", where="data.tokenizer", fix='pip install "jaxtp[hf]"'
+        ) from None
     try:
         tokenizer = Tokenizer.from_file(file)
     except Exception as err:  # the package raises nothing narrower

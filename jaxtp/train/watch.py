@@ -36,7 +36,9 @@ def tensorboard(folder: Path) -> Watcher:
         module: Any = importlib.import_module("tensorboardX")
     except ImportError:
         raise BadConfig(
-            "tensorboardX is not installed", where="run.tensorboard", fix="pip install tensorboardX"
+            "tensorboardX is not installed",
+            where="run.tensorboard",
+            fix='pip install "jaxtp[tensorboard]"',
         ) from None
     writer = module.SummaryWriter(str(folder), flush_secs=10)
     # Its thread dies with the process, and what it has not written yet with it.

@@ -245,6 +245,7 @@ def _describe(setup: Setup) -> str:
         f"{ways} data-parallel, {config.seq_len} tokens each\n"
         f"precision  {config.precision.compute}, {config.precision.params} parameters; "
         f"ZeRO stage {setup.plan.zero}\n"
+        f"attention  {setup.attention}\n"
         f"text       {setup.text.description}\n"
         f"step       {modelled_line(setup)}"
     )

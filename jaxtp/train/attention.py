@@ -1,0 +1,70 @@
+"""Which kernel of attention a run uses: cuDNN's wherever it can, and why not where it cannot."""
+
+import dataclasses
+import importlib.util
+
+from jaxtp import models
+from jaxtp.config.settings import Config
+from jaxtp.errors import BadConfig
+
+WIDEST_HEAD = 128
+"""cuDNN's limit in elements before Hopper (256 from there on), in multiples of 8. JAX asks the GPU
+that is there, so that a compiler without one is held to the smaller limit."""
+
+PACKAGE = "nvidia.cudnn"
+
+
+def choose_attention(config: Config, *, on_gpu: bool, ahead: bool = False) -> tuple[Config, str]:
+    """The same settings with `attention` either xla or cudnn, and one line that says why.
+
+    Args:
+        config: Resolved settings.
+        on_gpu: Whether the step runs on NVIDIA GPUs, or is compiled for them.
+        ahead: Whether it is compiled without a GPU, for which XLA needs cuDNN's library as a wheel.
+
+    Raises:
+        BadConfig: TP020, if cuDNN's is asked for ahead and its library is not installed.
+    """
+    if ahead and config.attention == "cudnn" and not has_cudnn():
+        raise BadConfig(
+            "attention by cuDNN is compiled with cuDNN's library, which is not installed",
+            where="attention",
+            fix='pip install "jaxtp[cudnn]", or attention = "xla"',
+        )
+    if config.attention != "auto":
+        return config, f"{config.attention}, as asked for"
+    obstacle = _obstacle(config) if on_gpu else "there is no GPU"
+    if not obstacle and ahead and not has_cudnn():
+        obstacle = 'cuDNN\'s library is not installed (pip install "jaxtp[cudnn]")'
+    kernel = "xla" if obstacle else "cudnn"
+    text = f"xla: {obstacle}" if obstacle else "cudnn, which keeps no tokens x tokens arrays"
+    return dataclasses.replace(config, attention=kernel), text
+
+
+def has_cudnn() -> bool:
+    """Whether cuDNN's library is installed as a Python package."""
+    try:
+        return importlib.util.find_spec(PACKAGE) is not None
+    except ModuleNotFoundError:  # the namespace package itself is missing
+        return False
+
+
+def _obstacle(config: Config) -> str:
+    """Why cuDNN cannot compute a run's attention; "" if it can."""
+    model, tp = models.config_of(config.model), config.mesh.tp
+    kv_heads = getattr(model, "num_key_value_heads", model.num_attention_heads)
+    if config.precision.compute == "float32":
+        return "cuDNN takes 16-bit types, and precision.compute is float32"
+    if model.head_dim > WIDEST_HEAD or model.head_dim % 8:
+        return f"cuDNN takes heads of up to {WIDEST_HEAD} in multiples of 8, not {model.head_dim}"
+    if kv_heads % tp:
+        return f"cuDNN takes whole kv heads on each device, and {kv_heads} do not divide by {tp}"
+    # Both run inside a shard_map over some of the axes, where JAX cannot partition cuDNN's call.
+    if config.mesh.pp > 1:
+        return "cuDNN's call cannot be partitioned inside pipeline stages"
+    sums_once = config.batch.accumulation > 1 or config.precision.gradients == "float32"
+    if sums_once and config.mesh.dp * config.mesh.fsdp > 1 and (config.zero.stage or 0) < 2:
+        return "cuDNN's call cannot be partitioned where replicas sum their gradients once"
+    if config.data.packed and config.seq_len % 2:
+        return f"cuDNN takes masks of an even number of tokens, not {config.seq_len}"
+    return ""

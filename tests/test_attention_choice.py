@@ -1,0 +1,49 @@
+"""Which kernel of attention a run uses, and that it says why."""
+
+import importlib.util
+
+import pytest
+
+from jaxtp.config.batch_sizes import resolve
+from jaxtp.config.files import changed
+from jaxtp.config.presets import preset
+from jaxtp.errors import BadConfig
+from jaxtp.train.attention import choose_attention
+
+LLAMA = resolve(preset("llama3-8b"), 8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "on_gpu", "kernel", "text"),
+    [
+        ({}, True, "cudnn", "no tokens x tokens arrays"),
+        ({}, False, "xla", "there is no GPU"),
+        ({"precision.compute": "float32"}, True, "xla", "precision.compute is float32"),
+        ({"precision.compute": "float16"}, True, "cudnn", "cudnn"),
+        ({"mesh.tp": 16}, True, "xla", "8 do not divide by 16"),
+        ({"data.packed": True, "seq_len": 127}, True, "xla", "even number of tokens, not 127"),
+        ({"data.packed": True}, True, "cudnn", "cudnn"),
+        ({"mesh.pp": 2}, True, "xla", "inside pipeline stages"),
+        ({"mesh.dp": 2, "batch.accumulation": 2}, True, "xla", "sum their gradients once"),
+        ({"attention": "xla"}, True, "xla", "xla, as asked for"),
+        ({"attention": "cudnn"}, True, "cudnn", "cudnn, as asked for"),
+    ],
+)
+def test_cudnn_wherever_type_heads_and_gpu_allow(changes, on_gpu, kernel, text):
+    config, why = choose_attention(changed(LLAMA, changes), on_gpu=on_gpu)
+    assert config.attention == kernel
+    assert text in why
+
+
+@pytest.mark.parametrize("found", [True, False])
+def test_ahead_of_any_gpu_the_library_is_needed(monkeypatch, found):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: "here" if found else None)
+    config, why = choose_attention(LLAMA, on_gpu=True, ahead=True)
+    assert config.attention == ("cudnn" if found else "xla")
+    assert found or 'pip install "jaxtp[cudnn]"' in why
+    asked = changed(LLAMA, {"attention": "cudnn"})
+    if found:
+        assert choose_attention(asked, on_gpu=True, ahead=True)[0].attention == "cudnn"
+        return
+    with pytest.raises(BadConfig, match=r'(?s)TP020 at attention: .* fix: .*"jaxtp\[cudnn\]"'):
+        choose_attention(asked, on_gpu=True, ahead=True)
