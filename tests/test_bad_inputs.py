@@ -21,16 +21,26 @@ SIZES = {"dp": 2, "tp": 4}
 X = np.ones((8, 32))
 TX = optax.sgd(0.1)
 NAN, INF = float("nan"), float("inf")
-NO_MESH = [None, 4, 2.5, "tp", [2, 4], (2, 4), {}, [], object(), TREE, jnp.ones(4), nn.Dense(4), TX]
+
+
+class Anything:
+    """An object of no use, whose name is the same in every process."""
+
+    def __repr__(self):
+        return "an object"
+
+
+ANYTHING = Anything()
+NO_MESH = [None, 4, 2.5, "tp", [2, 4], (2, 4), {}, [], ANYTHING, TREE, jnp.ones(4), nn.Dense(4), TX]
 NO_SIZE = ["4", None, 2.5, NAN, INF, True, 0, -1, [4], (), {}, b"4", "tp"]
 NO_SPEC = [None, 4, "tp", {"tp": 0}, P(None, 4), P("dp", "dp"), P("nope"), P(None, None, "tp")]
-NO_SPEC += [P(("tp", "tp")), ["a", 1], P("tp", "tp"), b"tp", True, 2.5, object(), {"a"}, P(("x",))]
-NO_MAPPING = [["up"], "up", 4, ("up",), object(), P("tp"), {"up"}, b"up"]
-NO_COUNT = ["8", 8.0, NAN, [8], (8,), True, b"8", {}, object()]
+NO_SPEC += [P(("tp", "tp")), ["a", 1], P("tp", "tp"), b"tp", True, 2.5, ANYTHING, {"a"}, P(("x",))]
+NO_MAPPING = [["up"], "up", 4, ("up",), ANYTHING, P("tp"), {"up"}, b"up"]
+NO_COUNT = ["8", 8.0, NAN, [8], (8,), True, b"8", {}, ANYTHING]
 NO_INPUTS = [X, jnp.ones(4), "x", 4, {"x": X}, jax.ShapeDtypeStruct((8, 32), "float32"), P()]
-NO_PLAN = ["plan", 4, {}, [], TREE, SIZES, object(), b"{}"]
-NO_TREE = [None, "params", [], {}, (), {"a": "text"}, {"a": object()}, [None], {"a": len}]
-NO_TX = ["adamw", 4, object(), [], {}, 0.1, optax.sgd]
+NO_PLAN = ["plan", 4, {}, [], TREE, SIZES, ANYTHING, b"{}"]
+NO_TREE = [None, "params", [], {}, (), {"a": "text"}, {"a": ANYTHING}, [None], {"a": len}]
+NO_TX = ["adamw", 4, ANYTHING, [], {}, 0.1, optax.sgd]
 
 
 def mesh():
@@ -81,7 +91,7 @@ def table():
             )
     for bad in ({"tq": 2}, {"model": 2}, {"TP": 2}):
         yield f"make_mesh {bad}", lambda bad=bad: jaxtp.make_mesh(tp=2, **bad), "TP010"
-    for bad in (8, 2.5, object()):
+    for bad in (8, 2.5, ANYTHING):
         yield f"devices {bad!r}", lambda bad=bad: jaxtp.make_mesh(tp=2, devices=bad), "TP010"
     yield "no devices", lambda: jaxtp.make_mesh(tp=2, devices=[]), "TP010"
     yield "two open sizes", lambda: jaxtp.make_mesh(tp=-1, dp=-1), "TP010"
@@ -150,7 +160,7 @@ def table():
             lambda bad=bad: jaxtp.verify(loss, TREE, bad, mesh()),
             "TP046",
         )
-    for bad in ("fn", 4, TREE, object()):
+    for bad in ("fn", 4, TREE, ANYTHING):
         yield f"fn {bad!r:.12}", lambda bad=bad: plan(fn=bad, inputs=(X,)), "TP046"
     yield "fn without inputs", lambda: plan(fn=loss), "TP046"
     yield "inputs without fn", lambda: plan(inputs=(X,)), "TP046"
@@ -206,7 +216,7 @@ def table():
     yield "parameters on the host", lambda: jaxtp.init_optimizer(TX, TREE), "TP070"
     for bad in (np.ones((3, 2)), {"x": np.ones((5, 2))}):
         yield f"batch of {bad!r:.14}", lambda b=bad: jaxtp.shard_batch(b, mesh()), "TP003"
-    for bad in ("text", {"x": "text"}, {"x": object()}):
+    for bad in ("text", {"x": "text"}, {"x": ANYTHING}):
         yield f"batch {bad!r:.14}", lambda b=bad: jaxtp.shard_batch(b, mesh()), "TP046"
     yield "too few logits", lambda: jaxtp.mask_padding(jnp.ones((2, 4)), 5), "TP003"
     yield (
