@@ -79,7 +79,8 @@ def test_linen_boxes_say_what_the_plan_says():
             return nn.Dense(8)(nn.relu(nn.Dense(32, kernel_init=boxed)(x)))
 
     params = Mlp().init(jax.random.key(0), jnp.ones((1, 8)))["params"]
-    plan = jaxtp.make_plan(params, {"tp": 4})
+    with pytest.warns(jaxtp.JaxtpWarning, match="'old', which is no axis of the mesh"):
+        plan = jaxtp.make_plan(params, {"tp": 4})
     written = annotate(params, plan)
     # Dense_0 is the second layer called: Python evaluates Dense(8) before its argument.
     assert nn.get_partition_spec(written)["Dense_1"]["kernel"] == P(None, "tp")
