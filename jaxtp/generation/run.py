@@ -30,7 +30,7 @@ lengths, so that most calls find their programs compiled."""
 
 
 class TextCodec(Protocol):
-    """What turns text into token ids and back; `jaxtp.generation.text.Tokenizer` is one."""
+    """What turns text into token ids and back; the tokenizers of transformers do."""
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt."""
@@ -205,7 +205,7 @@ def _encoded(
             raise BadPrompt(
                 "text without a tokenizer",
                 where=f"prompts[{i}]",
-                fix="tokenizer=jaxtp.generation.text.Tokenizer(FOLDER), or token ids",
+                fix="tokenizer=, an object with encode(text) and decode(tokens), or token ids",
             )
         rows.append(
             tokenizer.encode(prompt) if tokenizer and isinstance(prompt, str) else list(prompt)  # pyright: ignore[reportArgumentType]
