@@ -35,6 +35,16 @@ def test_cudnn_wherever_type_heads_and_gpu_allow(changes, on_gpu, kernel, text):
     assert text in why
 
 
+@pytest.mark.parametrize(
+    ("compute", "on_gpu", "text"),
+    [("bfloat16", False, "this run has none"), ("float32", True, "16-bit types")],
+)
+def test_cudnn_where_it_cannot_run_is_refused(compute, on_gpu, text):
+    asked = changed(LLAMA, {"attention": "cudnn", "precision.compute": compute})
+    with pytest.raises(BadConfig, match=f"TP020 at attention: .*{text}"):
+        choose_attention(asked, on_gpu=on_gpu)
+
+
 @pytest.mark.parametrize("found", [True, False])
 def test_ahead_of_any_gpu_the_library_is_needed(monkeypatch, found):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: "here" if found else None)

@@ -129,6 +129,31 @@ def test_all_mistakes_come_at_once():
     assert str(caught.value).count("TP020") == 3
 
 
+def test_a_refused_deepspeed_file_shows_every_key():
+    mapped = '"train_batch_size": 8, "bf16": {"enabled": true}, "dump_state": false'
+    zero = '"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}'
+    with pytest.raises(BadConfig) as caught:
+        parse(f'{{{mapped}, {zero}, "amp": {{"enabled": true}}, "steps_per_print": "9", "xyz": 1}}')
+    said, _, keys = str(caught.value).partition("\n  the DeepSpeed keys of the file:\n")
+    assert said.count("TP020") == said.count("fix: ") == 4
+    assert [line.split(";")[0].strip() for line in keys.splitlines()] == [
+        "train_batch_size: mapped",
+        "bf16.enabled: mapped",
+        "dump_state: replaced",
+        "zero_optimization.stage: mapped",
+        "zero_optimization.zero_hpz_partition_size: refused",
+        "amp: refused",
+        "steps_per_print: refused",
+        "xyz: refused",
+    ]
+    # A value that only the setting's own check refuses.
+    with pytest.raises(BadConfig, match=r"(?s)fix: .*train_batch_size: mapped; --batch\.size"):
+        parse('{"train_batch_size": 8, "zero_optimization": {"stage": 4}}')
+    # Refused in jaxtp's own spelling: there is no DeepSpeed key to show.
+    with pytest.raises(BadConfig, match=r"mean mesh\.tp\?$"):
+        parse('{"mesh": {"tpp": 4}}')
+
+
 @pytest.mark.parametrize(
     ("section", "expected"),
     [

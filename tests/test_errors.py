@@ -55,7 +55,7 @@ def test_problems_are_raised_together():
     with pytest.raises(BadConfig, match="first"):
         problems.raise_any()
     problems.add(BadMesh("second", fix="do b"))
-    with pytest.raises(BadConfig, match=r"(?s)first.*also:.*TP010: second"):
+    with pytest.raises(BadConfig, match=r"first\n  fix: .*\n  also:\n  - TP010: second\n    fix: "):
         problems.raise_any()
 
 

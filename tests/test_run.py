@@ -43,9 +43,10 @@ FILE = {
 
 def run(folder, *flags, **variables):
     (folder / "config.json").write_text(json.dumps(FILE))
-    command = [sys.executable, "scripts/train.py", folder / "config.json", *flags]
+    command = [sys.executable, "scripts/train.py", folder / "config.json"]
+    command += ["--run.folder", folder / "run"]  # unless a flag says otherwise
     return subprocess.run(
-        [*command, "--run.folder", folder / "run"],
+        [*command, *flags],
         cwd=ROOT,
         env={**os.environ, **variables},
         capture_output=True,
@@ -128,6 +129,13 @@ def test_stages_of_two_kinds_train_as_one_device(tmp_path):
         ),
         (("--target", "h999:1x8"), "TP116"),
         (("--optimizer.no-decay", "("), "TP020 at optimizer.no_decay"),
+        (
+            ("--run.folder", "/etc/passwd", "--run.max_restarts", "3"),
+            "TP093 at /etc/passwd: cannot be written: File exists",
+        ),
+        (("--run.folder", "/proc/nope"), "TP093 at /proc/nope: cannot be written: No such file"),
+        (("--lora.rank", "4", "--lora.targets", "q_proj,("), "TP020 at lora.targets: no linear"),
+        (("--attention", "cudnn"), "TP020 at attention: cuDNN computes attention on NVIDIA GPUs"),
     ],
 )
 def test_mistakes_end_a_run_before_it_starts(tmp_path, flags, message):
@@ -135,6 +143,7 @@ def test_mistakes_end_a_run_before_it_starts(tmp_path, flags, message):
     assert wrong.returncode == 2, wrong.stderr
     assert message in wrong.stderr
     assert "Traceback" not in wrong.stderr
+    assert "the run ended with" not in wrong.stdout  # as a supervisor says before it starts again
 
 
 @pytest.mark.parametrize(

@@ -268,7 +268,7 @@ def _plugin_missing(what: str) -> GpuPluginMissing:
     packages = " ".join(f"jax-cuda12-{part}=={jax.__version__}" for part in ("plugin", "pjrt"))
     return GpuPluginMissing(
         f"no GPU compiler for jax {jax.__version__}: {what}",
-        fix=f"pip install --no-deps {packages}",
+        fix=f'pip install "jaxtp[preflight]" {packages}',
     )
 
 

@@ -10,7 +10,7 @@ each of them here is jaxtp's own decision.
 import dataclasses
 import difflib
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 from jaxtp.errors import BadConfig, Problems, join
@@ -296,7 +296,7 @@ def translate(
 
     Raises:
         BadConfig: TP020, for every key that is unknown, refused, of the wrong type, or says
-            something else than another key for the same setting.
+            something else than another key for the same setting; `with_keys`.
     """
     found: dict[str, Any] = {}
     origins: dict[str, str] = {}
@@ -321,13 +321,33 @@ def translate(
                     origins.setdefault(setting, key)
         except BadConfig as problem:
             problems.add(problem)
-    problems.raise_any()
+            text = row.text if row and row.action == "refused" else problem.what
+            lines[:] = [line for line in lines if line.key != key] + [Line(key, "refused", text)]
+    try:
+        problems.raise_any()
+    except BadConfig as error:
+        raise with_keys(error, lines) from None
     if origins:
         for key, (setting, value) in DEFAULTS.items():
             if setting not in found:
                 found[setting] = value
                 lines.append(Line(key, "default", f"absent, so --{setting} {value}"))
     return _nest(found), origins, tuple(lines)
+
+
+def with_keys(error: BadConfig, lines: Iterable[Line]) -> BadConfig:
+    """A refusal that also says what became of every key of a DeepSpeed file.
+
+    Args:
+        error: Why the file is refused.
+        lines: One for each key, of `translate`.
+    """
+    given = [line for line in lines if line.action != "default"]
+    if all(line.action == "refused" for line in given):
+        return error  # which says it all
+    listed = "\n".join(f"    {line}" for line in given)
+    fix = f"{error.fix}\n  the DeepSpeed keys of the file:\n{listed}"
+    return BadConfig(error.what, where=error.where, fix=fix)
 
 
 def _items(

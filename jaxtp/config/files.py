@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import yaml
 
-from jaxtp.config.deepspeed import TABLE, Line, translate
+from jaxtp.config.deepspeed import TABLE, Line, translate, with_keys
 from jaxtp.config.settings import Config, check_ranges, settings
 from jaxtp.errors import BadConfig, Problems, join
 
@@ -53,7 +53,10 @@ def parse(text: str, form: Form = "json", *, name: str = "") -> tuple[Config, tu
     known = list(settings())
     given = _read(text, form, name)
     settled, origins, lines = translate(given, {key.split(".")[0] for key in known})
-    return _validated(settled, origins), lines
+    try:
+        return _validated(settled, origins), lines
+    except BadConfig as error:
+        raise with_keys(error, lines) from None
 
 
 def changed(config: Config, changes: Mapping[str, Any]) -> Config:

@@ -1,5 +1,6 @@
 """The root of every coded error, and what messages are made of."""
 
+import textwrap
 from collections.abc import Iterable
 from typing import ClassVar
 
@@ -70,6 +71,7 @@ class Problems:
         first = self.found[0]
         if len(self.found) == 1:
             raise first
-        rest = "\n".join(f"  - {e!s}" for e in self.found[1:11])
+        # Behind the first one's fix, so that each fix stands under its error.
+        rest = "\n".join(f"  - {textwrap.indent(str(e), '  ').lstrip()}" for e in self.found[1:11])
         more = f"\n  - and {len(self.found) - 11} more" if len(self.found) > 11 else ""
-        raise type(first)(f"{first.what}\n  also:\n{rest}{more}", fix=first.fix, where=first.where)
+        raise type(first)(first.what, fix=f"{first.fix}\n  also:\n{rest}{more}", where=first.where)

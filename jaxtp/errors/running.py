@@ -163,8 +163,8 @@ class CompilerTimeout(JaxtpError, TimeoutError):
 class GpuPluginMissing(JaxtpError, ImportError):
     """The GPU compiler is not installed.
 
-    Fix: `pip install --no-deps jax-cuda12-plugin==VERSION jax-cuda12-pjrt==VERSION`, with the
-    version of jax.
+    Fix: `pip install "jaxtp[preflight]" jax-cuda12-plugin==VERSION jax-cuda12-pjrt==VERSION`,
+    with the version of jax.
     """
 
     code = "TP113"

@@ -22,7 +22,10 @@ REMEDIES = {
     "run.folder",
     errno.EPERM: "give the user of this process the right to write there, or choose another "
     "run.folder",
-    errno.ENOENT: "the folder has been moved or deleted: put it back, or choose another run.folder",
+    errno.ENOENT: "the folder has been moved or deleted, or none can be made there: put it "
+    "back, or choose another run.folder",
+    errno.EEXIST: "there is a file of that name: move it away, or choose another run.folder",
+    errno.ENOTDIR: "a part of the path is a file: move it away, or choose another run.folder",
     errno.ESTALE: "mount the disk again: its server has lost the folder",
     errno.EIO: "have the disk checked, and choose another run.folder",
     errno.EMFILE: "raise the limit of open files: ulimit -n",

@@ -23,8 +23,21 @@ def choose_attention(config: Config, *, on_gpu: bool, ahead: bool = False) -> tu
         ahead: Whether it is compiled without a GPU, for which XLA needs cuDNN's library as a wheel.
 
     Raises:
-        BadConfig: TP020, if cuDNN's is asked for ahead and its library is not installed.
+        BadConfig: TP020, if cuDNN's is asked for where there is no GPU, in float32, or ahead while
+            its library is not installed.
     """
+    if config.attention == "cudnn" and not on_gpu:
+        raise BadConfig(
+            "cuDNN computes attention on NVIDIA GPUs, and this run has none",
+            where="attention",
+            fix='attention = "auto" or "xla"',
+        )
+    if config.attention == "cudnn" and config.precision.compute == "float32":
+        raise BadConfig(
+            "cuDNN's attention takes 16-bit types, and precision.compute is float32",
+            where="attention",
+            fix='precision.compute = "bfloat16", or attention = "auto" or "xla"',
+        )
     if ahead and config.attention == "cudnn" and not has_cudnn():
         raise BadConfig(
             "attention by cuDNN is compiled with cuDNN's library, which is not installed",
