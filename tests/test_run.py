@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from jaxtp import models
+from jaxtp import models, train
 from jaxtp.config.batch_sizes import resolve
 from jaxtp.config.files import parse
-from jaxtp.config.settings import Batch, Config, Mesh, Pipeline, Precision
-from jaxtp.errors import BadConfig, SizeMismatch
+from jaxtp.config.settings import Batch, Config, Mesh, Pipeline, Precision, Run
+from jaxtp.errors import BadCheckpoint, BadConfig, SizeMismatch
 from jaxtp.train import watch
 from jaxtp.train.config_step import loss_of
 from jaxtp.train.planning import model_of
@@ -92,6 +92,13 @@ def test_run_that_shall_not_resume_does_not_start_over_checkpoints(tmp_path):
     wrong = run(tmp_path, "--run.no-resume")
     assert wrong.returncode == 2
     assert "checkpoints up to step 4, and run.resume is off" in wrong.stderr
+
+
+def test_run_that_could_not_write_checkpoints_does_not_start(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").write_text("")
+    with pytest.raises(BadCheckpoint, match=r"TP090 at .*checkpoints: is a file"):
+        train.run(Config(steps=1, run=Run(folder=tmp_path / "run")), say=print)
 
 
 def test_stages_of_two_kinds_train_as_one_device(tmp_path):

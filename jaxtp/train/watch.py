@@ -26,21 +26,29 @@ PROFILED = range(3, 6)
 """Steps that are traced: the first compiles, the second may still allocate."""
 
 
-def tensorboard(folder: Path) -> Watcher:
-    """Writes each number of a line as a scalar.
+def tensorboard_module() -> Any:
+    """The package that writes TensorBoard's files.
 
     Raises:
-        BadConfig: TP020, if no writer is installed.
+        BadConfig: TP020, if it is not installed.
     """
     try:
-        module: Any = importlib.import_module("tensorboardX")
+        return importlib.import_module("tensorboardX")
     except ImportError:
         raise BadConfig(
             "tensorboardX is not installed",
             where="run.tensorboard",
             fix='pip install "jaxtp[tensorboard]"',
         ) from None
-    writer = module.SummaryWriter(str(folder), flush_secs=10)
+
+
+def tensorboard(folder: Path) -> Watcher:
+    """Writes each number of a line as a scalar.
+
+    Raises:
+        BadConfig: TP020, if no writer is installed.
+    """
+    writer = tensorboard_module().SummaryWriter(str(folder), flush_secs=10)
     # Its thread dies with the process, and what it has not written yet with it.
     atexit.register(writer.close)
 

@@ -63,13 +63,17 @@ def run(config: Config, *, say: Callable[[object], None] = print) -> Finished:
 
     Raises:
         BadTarget: TP116, for a target that is no machine.
-        BadCheckpoint: TP090, if the folder holds checkpoints and `run.resume` is off.
+        BadConfig: TP020, for TensorBoard without its writer.
+        BadCheckpoint: TP090, if the folder holds checkpoints and `run.resume` is off, or a file
+            where they go.
         UnhealthyDevice: TP016, if a device computes wrongly.
         TrainingDiverged: TP131, if the loss or the parameters are not finite, or a loss spikes.
         JaxtpError: whatever `prepare`, `initialize` and the run folder raise.
     """
     if config.target:
         Cluster.parse(config.target)
+    if config.run.tensorboard:
+        watch.tensorboard_module()
     checkpoints = Checkpoints(config.run.folder / "checkpoints", keep_last=config.run.keep_last)
     _check_folder(checkpoints, config)
     found = _adapt(config, checkpoints, say)
@@ -182,7 +186,13 @@ def _probe(config: Config, say: _Speaker) -> None:
 
 
 def _check_folder(checkpoints: Checkpoints, config: Config) -> None:
-    """Refuses to start anew over checkpoints."""
+    """Refuses to start anew over checkpoints, or where none could be written in the end."""
+    if checkpoints.folder.exists() and not checkpoints.folder.is_dir():
+        raise BadCheckpoint(
+            "is a file, where the run's checkpoints go",
+            where=str(checkpoints.folder),
+            fix="move it away, or choose another run.folder",
+        )
     steps = checkpoints.steps()
     if steps and not config.run.resume:
         raise BadCheckpoint(

@@ -127,3 +127,4 @@ def test_what_is_missing_names_its_extra(installed, arguments, code, extra):
     assert code in ran.stdout
     assert f'fix: pip install "jaxtp[{extra}]"' in ran.stdout
     assert "Traceback" not in ran.stdout
+    assert "plan for" not in ran.stdout  # it is said before anything is made
