@@ -7,10 +7,8 @@ named static) is part of the program, which is compiled once for each of its val
 
 import dataclasses
 import enum
-import functools
 import inspect
 import sys
-import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,18 +17,8 @@ import jax
 from jaxtp.errors import BadStep, join
 from jaxtp.plan.trees import PyTree, as_pytree
 
-STATIC_KINDS = (
-    bool,
-    str,
-    bytes,
-    enum.Enum,
-    type,
-    types.FunctionType,
-    types.BuiltinFunctionType,
-    types.MethodType,
-    functools.partial,
-)
-"""Arguments of these types are static by themselves: they cannot be traced, or are flags."""
+FLAGS = (bool, str, bytes, enum.Enum)
+"""Arguments of these types are static by themselves, and so are functions, such as schedules."""
 
 
 class Static:
@@ -175,7 +163,10 @@ def update_objects(values: Mapping[str, Any], changed: Mapping[str, PyTree]) -> 
 
 
 def _is_static(value: Any) -> bool:
-    return isinstance(value, STATIC_KINDS) and not _has_objects(value)
+    if isinstance(value, FLAGS):
+        return True
+    # A module is a tree of arrays that can be called; a function, or a ufunc, is one leaf.
+    return callable(value) and jax.tree.leaves(value) == [value] and not _has_objects(value)
 
 
 def _has_objects(value: Any) -> bool:
