@@ -9,7 +9,7 @@ from jaxtp.errors import BadConfig
 
 WIDEST_HEAD = 128
 """cuDNN's limit in elements before Hopper (256 from there on), in multiples of 8. JAX asks the GPU
-that is there, so that a compiler without one is held to the smaller limit."""
+that is there, so that a compiler without one gets the smaller limit."""
 
 PACKAGE = "nvidia.cudnn"
 
@@ -71,7 +71,7 @@ def _obstacle(config: Config) -> str:
     if model.head_dim > WIDEST_HEAD or model.head_dim % 8:
         return f"cuDNN takes heads of up to {WIDEST_HEAD} in multiples of 8, not {model.head_dim}"
     if kv_heads % tp:
-        return f"cuDNN takes whole kv heads on each device, and {kv_heads} do not divide by {tp}"
+        return f"cuDNN needs every kv head on one device, and {kv_heads} do not divide by {tp}"
     # Both run inside a shard_map over some of the axes, where JAX cannot partition cuDNN's call.
     if config.mesh.pp > 1:
         return "cuDNN's call cannot be partitioned inside pipeline stages"
