@@ -24,7 +24,8 @@ FILES = {
 LAYERS = """
 errors
 mesh
-hardware processes
+hardware
+processes
 plan
 config rules
 cost placement
