@@ -11,6 +11,7 @@ import threading
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from test_run_folder import HOLD
 from test_startup import rosters
@@ -129,6 +130,11 @@ def hold_below_a_file(folder):
     (folder / "file").write_text("")
     with run_folder.hold(folder / "file" / "run"):
         pass
+
+
+def llama_tiny():
+    mesh = jaxtp.make_mesh(tp=1, devices=jax.devices()[:1])
+    return jaxtp.shard(jaxtp.models.build("llama-tiny", nnx.Rngs(0)), mesh)
 
 
 def folder_of(folder, **change):
@@ -356,5 +362,11 @@ CASES = {
         "",
         "new: ema",
         r"return \(state, metrics\) or state",
+    ),
+    "TP140": (
+        lambda: jaxtp.generate(llama_tiny(), [[1, 256]], max_new_tokens=8),
+        r"prompts\[0\]",
+        "token 256 of a vocabulary of 256",
+        "the tokenizer that belongs to the model",
     ),
 }
