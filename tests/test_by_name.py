@@ -18,7 +18,8 @@ FACTORED = MeshShape.of({"dp": 2, "tp": 4}).factored((2, 2))
 
 def plan_on(shape, **options):
     """A plan about activations only, and its jax mesh."""
-    return Plan(mesh=shape, decisions=(), **options), plan_mesh(make_mesh(tp=-1), shape)
+    whole = make_mesh(**dict(shape.whole))
+    return Plan(mesh=shape, decisions=(), **options), plan_mesh(whole, shape)
 
 
 def placed(plan, x, name, units=None):

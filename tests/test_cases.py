@@ -237,13 +237,13 @@ FUSED = [
         heads=16,
     ),
     case(
-        "F2-grouped",  # 2 kv groups of 128: nothing tells [q|k|v] from q, k, v of each group
+        "F2-grouped",  # q, k, v of each of 2 kv heads, as in Falcon: divides between them
         {
             "self_attention/query_key_value/kernel": (4096, 4608),
             "self_attention/dense/kernel": (4096, 4096),
         },
         4,
-        {"self_attention/query_key_value/kernel": "P()"},
+        {"self_attention/query_key_value/kernel": "P(-, tp_0)"},
         heads=32,
         kv_heads=2,
     ),

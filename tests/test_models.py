@@ -467,7 +467,7 @@ def test_constraints_say_where_things_lie_and_not_what_they_are(config, shape, s
     loss = jax.jit(jax.value_and_grad(loss_of(graph)))
     want_loss, want = loss(params, TOKENS)
     plan = Plan(mesh=shape, decisions=(), sequence_parallel=sequence_parallel)
-    with use_plan(plan, plan_mesh(make_mesh(tp=-1), shape)):
+    with use_plan(plan, plan_mesh(make_mesh(**dict(shape.whole)), shape)):
         got_loss, got = loss(params, TOKENS)
     assert jax.tree.leaves(got)[0].sharding.num_devices == 8
     np.testing.assert_allclose(got_loss, want_loss, rtol=1e-5)

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 WIDTH = 100
 """Columns of a table: what a terminal, a review and a printed page show without breaking lines."""
 
-LEAST_REASON = 24
-"""Columns that a reason gets in any case; longer paths are shortened in the middle for it."""
+LEAST_REASON = 14
+"""Columns that a reason gets in any case. Paths come first, since `explain` and overrides need all
+of them: one is shortened, in the middle, only where a row would not fit even so."""
 
 HEAD = ("parameter", "shape", "spec", "role", "MB/device", "reason")
 Row = tuple[str, ...]
@@ -23,7 +24,7 @@ def text_table(rows: Sequence[Row]) -> list[str]:
     rows = [HEAD, *rows]
     widths = [max(len(row[i]) for row in rows) for i in range(5)]
     others = sum(widths[1:]) + 2 * 5
-    widths[0] = min(widths[0], max(LEAST_REASON, WIDTH - LEAST_REASON - others))
+    widths[0] = min(widths[0], max(24, WIDTH - LEAST_REASON - others))
     left = max(LEAST_REASON, WIDTH - widths[0] - others)
     lines: list[str] = []
     for name, *middle, reason in rows:
