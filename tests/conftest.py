@@ -11,6 +11,8 @@ from default_rows import split
 
 jax.config.update("jax_num_cpu_devices", 8)  # refused once a backend exists, so it stands here
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# Numbers are held to the unsharded program under the same compiler; half of its time is LLVM's.
+jax.config.update("jax_disable_most_optimizations", True)
 
 
 def pytest_addoption(parser):
