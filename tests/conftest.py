@@ -24,7 +24,9 @@ def pytest_collection_modifyitems(config, items):
     if any("::" in arg for arg in config.args):
         return  # who names a test gets it
     named = {
-        item: (item.originalname, item.callspec.id) for item in items if hasattr(item, "callspec")
+        item: (item.originalname, item.callspec.id if hasattr(item, "callspec") else "")
+        for item in items
+        if hasattr(item, "originalname")
     }
     rows = {}
     for function, row in named.values():
