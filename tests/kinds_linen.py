@@ -85,7 +85,9 @@ class CapacityExperts(nn.Module):
         mine = jax.nn.one_hot(chosen[:, 0], 8)
         place = (jnp.cumsum(mine, 0) - 1) * mine
         fits = mine * (place < self.slots)
-        sent = fits[..., None] * jax.nn.one_hot(place.sum(-1), self.slots)[:, None]
+        sent = (
+            fits[..., None] * jax.nn.one_hot(place.sum(-1).astype(jnp.int32), self.slots)[:, None]
+        )
         out = Stack()(jnp.einsum("nd,nec->ecd", rows, sent.astype(x.dtype)))
         back = (sent * weight[:, :1, None]).astype(x.dtype)
         return x + jnp.einsum("ecd,nec->nd", out, back).reshape(x.shape)
