@@ -161,8 +161,8 @@ def largest_layout(case: Case) -> Layout:
 def fsdp_layout(case: Case) -> Layout:
     """Parameters and batch along one axis."""
     return dataclasses.replace(
-        _placed(case, lambda _, leaf: _largest(leaf, "fsdp"), mesh={"fsdp": SIZE}),
-        batch=P("fsdp"),
+        _placed(case, lambda _, leaf: _largest(leaf, "data"), mesh={"data": SIZE}),
+        batch=P("data"),
     )
 
 
