@@ -175,4 +175,6 @@ def test_one_element_that_is_no_number_is_found(tmp_path, dtype, bad):
 def test_is_finite_agrees_with_numpy(data, dtype):
     size = jnp.dtype(dtype).itemsize
     x = np.frombuffer(data[: len(data) // size * size], jnp.dtype(dtype))
-    assert is_finite(x) == bool(np.isfinite(x).all())
+    with np.errstate(invalid="ignore"):  # NumPy warns of signalling NaNs of small types
+        wanted = bool(np.isfinite(x).all())
+    assert is_finite(x) == wanted

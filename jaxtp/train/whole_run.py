@@ -138,7 +138,7 @@ def _train(setup: Setup, checkpoints: Checkpoints, say: _Speaker) -> Finished:
         if running_step.is_asked():
             say(_what_a_step_moves(setup, state))
         with watchdog(config.faults.step_timeout, setup.mesh, first_step=first + 1) as done:
-            hooks = Hooks[TrainState](
+            hooks: Hooks[TrainState] = Hooks(
                 evaluate=lambda state: setup.validate(state, setup.placed(setup.text.validation)),
                 eval_every=config.run.eval_every,
                 save=lambda number, state: _save(checkpoints, setup, number, state),
