@@ -149,7 +149,10 @@ def floor(compiler: Compiler) -> Section:
                     "seq_len": seq,
                     "layers": layers,
                     "attention": kernel,
+                    # The old state stays beside the new one: the peak is that of the two passes.
                     "optimizer.name": "sgd",
+                    "optimizer.clip": 0,
+                    "communication.donate": False,
                     "tensor.pad_vocab": True,
                 },
             )
@@ -194,7 +197,7 @@ def floor(compiler: Compiler) -> Section:
 
 def replicas(compiler: Compiler) -> Section:
     """32 replicas of tp 8: what crosses the network."""
-    step = preset("llama3-70b", **{"target": "h100:32x8", "batch.size": 32, "seq_len": 2048})
+    step = preset("llama3-70b", **{"target": "h200:32x8", "batch.size": 32, "seq_len": 2048})
     in_float32 = changed(step, {"precision.gradients": "float32"})
     variants = {
         "fused, bf16": Case(step=step),
@@ -221,7 +224,7 @@ def replicas(compiler: Compiler) -> Section:
     slowest = max(compiler(case).compile_seconds for case in variants.values())
     fewer = 1 - counts["fused, bf16"] / counts["not fused, bf16"]
     return Section(
-        title="dp 32 x tp 8, llama3-70b, 80 layers, whole train step, h100:32x8",
+        title="dp 32 x tp 8, llama3-70b, 80 layers, whole train step, h200:32x8",
         rows=rows,
         thresholds=[
             (f"compiles in under 60 s: {slowest:.0f} s", slowest < 60),
@@ -232,7 +235,7 @@ def replicas(compiler: Compiler) -> Section:
         notes=[
             "fp32 sums happen once, after the backward pass, and nothing hides them; bf16 sums run "
             "layer by layer",
-            "a whole Adam state in fp32 on tp 8 does not fit; ZeRO (an fsdp axis) would cut it",
+            "Adam's state in fp32 on tp 8 takes 98.6 GiB, more than an H100; ZeRO would shard it",
         ],
     )
 
