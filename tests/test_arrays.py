@@ -1,6 +1,7 @@
 """`shard`, `unshard`, `shard_batch`: right place, right numbers, errors before the first byte."""
 
 import dataclasses
+import warnings
 
 import flax
 import jax
@@ -385,7 +386,16 @@ def test_a_plan_that_nobody_has_seen_warns_once_where_nothing_is_sharded():
     assert shard(init(), mesh(2, 4), plan=make_plan(init(), mesh(2, 4)))
 
 
-def test_explicit_axes_are_warned_of():
-    text = "TP010: the mesh has Explicit axes.*\n  fix: mesh = jaxtp.make_mesh"
-    with pytest.warns(errors.JaxtpWarning, match=text):
-        shard(make("linen"), mesh(2, 4, AxisType.Explicit))
+def test_explicit_axes_are_warned_of_once_with_the_line_that_makes_them_auto():
+    target = mesh(2, 4, AxisType.Explicit)
+    with pytest.warns(errors.JaxtpWarning, match="TP010: the mesh has Explicit axes") as seen:
+        placed = shard(make("linen"), target)
+    assert [warning.filename for warning in seen] == [__file__]
+    line = str(seen[0].message).split("\n  fix: mesh = ")[1].split(", or ")[0]
+    again = eval(line, {"jax": jax})
+    assert again == leaves(placed)[0][1].sharding.mesh
+    batch = jax.device_put(tokens(), NamedSharding(again, P("dp")))
+    with warnings.catch_warnings(action="error"), jax.set_mesh(again):
+        got = jax.jit(MODELS["linen"].apply)(shard(make("linen"), again), batch)
+    want = MODELS["linen"].apply(make("linen"), jnp.asarray(tokens()))
+    np.testing.assert_allclose(got, want, atol=1e-5)

@@ -11,12 +11,13 @@ import pytest
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from rounding import bound
 
 import jaxtp
 from jaxtp.activations.by_dataflow import parallelize
 from jaxtp.compile.deviceless import preflight
 from jaxtp.cost.floor import floor_bytes
-from jaxtp.errors import JaxtpWarning
+from jaxtp.errors import BadMesh, JaxtpWarning
 
 WIDTH, HEADS, HEAD_DIM, INNER, VOCAB = 32, 8, 4, 64, 1024
 
@@ -355,3 +356,31 @@ def test_what_stays_as_it_was_is_said_once_with_its_line():
     with pytest.warns(JaxtpWarning, match=r"custom_vmap_call` at test_by_dataflow.py:\d+ ") as said:
         same([fn(params, x), fn(params, x)], [model(params, x)] * 2)
     assert len(said) == 1
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_arrays_of_explicit_meshes_beside_placed_ones(jitted):
+    explicit = jax.make_mesh((2, 4), ("dp", "tp"), axis_types=(AxisType.Explicit,) * 2)
+    params = {"up": jnp.full((8, 16), 0.1), "down": jnp.full((16, 8), 0.1)}
+    x = jnp.arange(32.0).reshape(4, 8) / 32
+
+    def loss(params, x):
+        return jnp.sin(jnp.sin(x @ params["up"]) @ params["down"]).sum()
+
+    plan = jaxtp.make_plan(params, explicit, fn=loss, inputs=(x,))
+    value = jax.value_and_grad(parallelize(loss, plan, explicit))
+    value = jax.jit(value) if jitted else value
+    placed = jaxtp.shard(params, explicit, plan=plan)
+    want = jax.value_and_grad(loss)(params, x)
+    on_explicit = jax.device_put(x, NamedSharding(explicit, P("dp")))
+    for batch in (on_explicit, x):
+        got = value(placed, batch)
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=bound(64)), got, want)
+    with jax.set_mesh(explicit):
+        with pytest.raises(BadMesh, match=r"TP010 at jax\.set_mesh: .*Explicit.*\n.*axis_types="):
+            value(placed, x)
+        with (
+            pytest.raises(BadMesh, match=r"TP010 at jax\.set_mesh"),
+            jaxtp.use_plan(plan, explicit),
+        ):
+            pass

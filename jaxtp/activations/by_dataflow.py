@@ -30,7 +30,13 @@ from jaxtp.activations.fused_products import (
 from jaxtp.activations.left_alone import PRODUCTS, Told, lost, matters, stays_manual
 from jaxtp.activations.shared_products import product_at, shared
 from jaxtp.errors import BadMesh
-from jaxtp.mesh.build import abstract_mesh, plan_mesh
+from jaxtp.mesh.build import (
+    abstract_mesh,
+    auto_mesh,
+    plan_mesh,
+    refuse_explicit_context,
+    without_explicit_axes,
+)
 from jaxtp.plan.decisions import Plan
 from jaxtp.plan.trees import as_pytree, leaves
 from jaxtp.rules.jaxpr import Analysis, DimClass, analyse_jaxpr
@@ -62,14 +68,17 @@ def parallelize(fn: F, plan: Plan, mesh: Mesh | AbstractMesh | None = None) -> F
             by default all devices in order.
 
     Raises:
-        BadMesh: TP010, when called, if the mesh has another number of devices than the plan.
+        BadMesh: TP010, when called, if the mesh has another number of devices than the plan, or
+            the mesh of `jax.set_mesh` has Explicit axes.
         PlanMismatch: TP045, when called, if the plan lacks a parameter of the call.
     """
     told = Told()
 
     @functools.wraps(fn)
     def placed(params: Any, *inputs: Any, **keywords: Any) -> Any:
+        refuse_explicit_context()
         plain, rebuild = as_pytree(params)
+        plain, inputs = jax.tree.map(without_explicit_axes, (plain, inputs))
 
         def pure(tree: Any, *args: Any) -> Any:
             return fn(rebuild(tree), *args, **keywords)
@@ -96,7 +105,7 @@ def _own_mesh(plan: Plan, mesh: Mesh | AbstractMesh | None) -> Mesh | AbstractMe
                 f"{len(devices)}",
                 fix="pass the mesh that the parameters were placed with",
             )
-        mesh = jax.make_mesh((len(devices),), ("all",), devices=devices)
+        mesh = auto_mesh(jax.make_mesh((len(devices),), ("all",), devices=devices))
     return plan_mesh(mesh, plan.mesh)
 
 

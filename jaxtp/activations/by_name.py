@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtp.errors import BadStages, SizeMismatch, UnknownActivation, join
 from jaxtp.mesh.axes import Axis, MeshShape
+from jaxtp.mesh.build import refuse_explicit_context
 from jaxtp.plan.decisions import ParamDecision
 from jaxtp.plan.stages import Stages
 
@@ -156,8 +157,10 @@ def use_plan(plan: ActivationPlan, mesh: Mesh) -> Generator[None]:
 
     Raises:
         SizeMismatch: TP003, if the two meshes differ.
+        BadMesh: TP010, under `jax.set_mesh` of a mesh with Explicit axes.
         BadStages: TP074, if the plan has stages that its mesh or its parameters do not have.
     """
+    refuse_explicit_context()
     if tuple(mesh.shape.items()) != plan.mesh.sizes:
         raise SizeMismatch(
             f"the plan is for the mesh {plan.mesh}, the devices form {MeshShape.of(mesh)}",

@@ -9,18 +9,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxtp.errors import BadMesh, IdleDevices, JaxtpWarning, join
 from jaxtp.mesh.axes import Axis, MeshShape, is_count
-
-EXPLICIT_AXES = (
-    "TP010: the mesh has Explicit axes, on which a model without shardings of its own cannot run; "
-    "its arrays lie on an Auto mesh over the same devices. jaxtp.jit_step takes both; jax.jit, "
-    "nnx.jit and jaxtp.parallelize refuse to mix them\n  fix: mesh = jaxtp.make_mesh(...), or "
-    "jax.make_mesh(sizes, names, axis_types=(jax.sharding.AxisType.Auto,) * len(names))"
-)
-"""What a mesh as `jax.make_mesh` gives it by default means for users."""
 
 
 def make_mesh(*, tp: int, devices: Sequence[Any] | None = None, **others: int) -> Mesh:
@@ -137,15 +129,67 @@ def check_devices(mesh: Any) -> Mesh:
     return mesh
 
 
-def warn_of_explicit_axes(mesh: Any) -> None:
+def warn_of_explicit_axes(mesh: Any, *, stacklevel: int = 3) -> None:
     """Warns, once, that arrays placed on a mesh with Explicit axes lie on an Auto one.
 
     On Explicit axes, the default of `jax.make_mesh`, JAX asks the model itself to say how each
-    product is sharded; `jit_step` and `use_plan` work under such a mesh, a `jax.jit` of one's own
-    does not take arrays of both.
+    product is sharded: docs/design.md#meshes-as-people-pass-them.
+
+    Args:
+        mesh: What the user gave; what has no types of axes passes.
+        stacklevel: Whose line the warning shows: 3 is the caller of the function that asks.
     """
-    if AxisType.Explicit in getattr(mesh, "axis_types", ()):
-        warnings.warn(EXPLICIT_AXES, JaxtpWarning, stacklevel=4)
+    if _is_explicit(mesh):
+        warnings.warn(
+            "TP010: the mesh has Explicit axes, on which a model that does not say how its "
+            "products are sharded cannot run, so these arrays lie on an Auto mesh over the same "
+            "devices. jaxtp.shard_batch does the same; jaxtp.jit_step and jaxtp.parallelize take "
+            "both; a jax.jit of your own raises under jax.set_mesh(mesh), and beside arrays that "
+            f"you placed on this mesh\n  fix: {_auto_line(mesh)}",
+            JaxtpWarning,
+            stacklevel=stacklevel,
+        )
+
+
+def refuse_explicit_context() -> None:
+    """Refuses to compute on placed arrays under `jax.set_mesh` of a mesh with Explicit axes.
+
+    Raises:
+        BadMesh: TP010, with the line that makes the mesh an Auto one.
+    """
+    ambient = jax.sharding.get_abstract_mesh()
+    if _is_explicit(ambient):
+        raise BadMesh(
+            f"the ambient mesh {dict(ambient.shape)} has Explicit axes, and placed parameters lie "
+            "on Auto ones, which JAX does not compute with under it",
+            where="jax.set_mesh",
+            fix=_auto_line(ambient),
+        )
+
+
+def without_explicit_axes(x: Any) -> Any:
+    """A value on Auto axes, traced or not, wherever it lies; its data stays where it is."""
+    if not isinstance(x, jax.Array) or not _is_explicit(mesh := jax.typeof(x).sharding.mesh):
+        return x
+    source = getattr(x, "sharding", None)  # a traced value has none
+    if isinstance(source, NamedSharding):
+        return jax.device_put(x, NamedSharding(auto_mesh(source.mesh), source.spec))
+    with jax.sharding.use_abstract_mesh(abstract_mesh(MeshShape(tuple(mesh.shape.items())))):
+        return jax.sharding.reshard(x, PartitionSpec())
+
+
+def _is_explicit(mesh: Any) -> bool:
+    return AxisType.Explicit in (getattr(mesh, "axis_types", None) or ())
+
+
+def _auto_line(mesh: Mesh | AbstractMesh) -> str:
+    """The line that makes this mesh with Auto axes."""
+    sizes, names = tuple(mesh.shape.values()), tuple(map(str, mesh.axis_names))
+    return (
+        f"mesh = jax.make_mesh({sizes}, {names}, "
+        f"axis_types=(jax.sharding.AxisType.Auto,) * {len(names)}), or "
+        "jax.sharding.Mesh(mesh.devices, mesh.axis_names) of one that you were given"
+    )
 
 
 def abstract_mesh(shape: MeshShape) -> AbstractMesh:

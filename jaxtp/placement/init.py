@@ -105,7 +105,7 @@ def _check_arguments(init_fn: Any, tx: Any, mesh: Any) -> None:
             fix="init_sharded(init_fn, tx, mesh), with tx such as optax.adamw(1e-3), or None",
         )
     check_devices(mesh)
-    warn_of_explicit_axes(mesh)
+    warn_of_explicit_axes(mesh, stacklevel=4)
 
 
 def _apply_fn(given: Callable[..., Any] | None, model: Any) -> Callable[..., Any]:
