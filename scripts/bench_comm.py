@@ -5,7 +5,7 @@
     python scripts/bench_comm.py --only gpt3 --json
 
 No GPU is needed and nothing runs: memory, messages and their bytes are the compiler's, seconds and
-hidden shares come from the two-clock model of `jaxtp.compile.schedule`. The peers of
+hidden shares come from the model of `jaxtp.compile.schedule`. The peers of
 `comm_peers.py`
 are compiled on the same step in the same run, against the same floor.
 
@@ -283,7 +283,6 @@ def overlap(compiler: Compiler) -> Section:
                     "profile": name,
                     **cells(report, default.floor_bytes),
                     "x step": round(ratio, 3),
-                    "ms, elementwise": round(report.step_seconds_with_memory * 1e3, 1),
                 }
             )
         assert best.floor_bytes is not None

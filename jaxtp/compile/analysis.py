@@ -11,9 +11,10 @@ from jaxtp.compile.causes import argument_name, unexpected
 from jaxtp.compile.collectives import Collective, find, site
 from jaxtp.compile.hlo import Module, parse
 from jaxtp.compile.options import CompileOptions
-from jaxtp.compile.report import GIB, Report, Row
+from jaxtp.compile.report import GIB, Link, Report, Row
 from jaxtp.compile.schedule import Schedule, Window, simulate
-from jaxtp.hardware.gpus import Target
+from jaxtp.cost.bound import Need, seconds_of
+from jaxtp.hardware.gpus import LINKS, Target
 
 NOTICED_BYTES = 2**20
 """Arguments below this size are not worth a line about donation."""
@@ -32,6 +33,8 @@ def analyse(
     options: CompileOptions | None = None,
     floor_bytes: float | None = None,
     model_flops: float | None = None,
+    needs: Sequence[Need] | None = None,
+    idle_share: float = 0.0,
     compile_seconds: float = 0.0,
 ) -> Report:
     """Reads a compiled step.
@@ -45,6 +48,8 @@ def analyse(
         options: What it was compiled with.
         floor_bytes: What the model must move at least (`cost/floor`).
         model_flops: FLOPs of one step of the whole model without recomputation, for MFU.
+        needs: What the strategy has to move (`cost/bound`), for the bound.
+        idle_share: Share of the matrix products that a pipeline stage runs in idle ticks.
         compile_seconds: Time in the compiler.
     """
     module = parse(text)
@@ -78,8 +83,9 @@ def analyse(
         hidden_share=schedule.hidden_share(along),
         hidden_forward=schedule.hidden_share(lambda one: along(one) and not one.backward),
         hidden_backward=schedule.hidden_share(lambda one: along(one) and one.backward),
+        links=_links(schedule, mesh, target, needs),
         step_seconds_modelled=schedule.seconds,
-        step_seconds_with_memory=simulate(module, found, target, memory_bound=True).seconds,
+        product_seconds=schedule.product_seconds * (1 - idle_share),
         flops_per_device=schedule.flops,
         hfu_modelled=schedule.flops / available if available else 0.0,
         mfu_modelled=model_flops / target.num_devices / available if model_flops else None,
@@ -90,6 +96,23 @@ def analyse(
         schedule=schedule,
     )
     return dataclasses.replace(report, notes=tuple(_notes(module, report, target)))
+
+
+def _links(
+    schedule: Schedule, mesh: Mapping[str, int], target: Target, needs: Sequence[Need] | None
+) -> tuple[Link, ...]:
+    """Links that the program uses or the strategy needs."""
+    needed = None if needs is None else seconds_of(needs, mesh, target)
+    return tuple(
+        Link(
+            name=link,
+            busy_seconds=schedule.busy(link),
+            exposed_seconds=schedule.waits(link),
+            needed_seconds=None if needed is None else needed[link],
+        )
+        for link in LINKS
+        if schedule.busy(link) or (needed and needed[link])
+    )
 
 
 def _leaves(mesh: Mapping[str, int], axis: str, place: Callable[[int], int]) -> bool:

@@ -7,6 +7,7 @@ from jaxtp.compile.analysis import analyse
 from jaxtp.compile.compiler import Program, compile_for, trace
 from jaxtp.compile.options import PREFLIGHT, CompileOptions, probe
 from jaxtp.compile.report import Report
+from jaxtp.cost.bound import Need
 from jaxtp.hardware.gpus import Target
 
 
@@ -21,6 +22,8 @@ def preflight(
     tensor_axes: Sequence[str] = ("tp",),
     floor_bytes: float | None = None,
     model_flops: float | None = None,
+    needs: Sequence[Need] | None = None,
+    idle_share: float = 0.0,
     time_limit: float = 900.0,
     on_progress: Callable[[float], None] = lambda _: None,
 ) -> Report:
@@ -41,6 +44,9 @@ def preflight(
         tensor_axes: Axes of tensor parallelism.
         floor_bytes: What the model must move at least per device and step (`floor_bytes`).
         model_flops: FLOPs of one step of the whole model without recomputation, for MFU.
+        needs: What the strategy has to move (`jaxtp.cost.bound`), to say how far the step is from
+            its bound.
+        idle_share: Share of its time that a pipeline stage idles.
         time_limit: Seconds that the compiler may take.
         on_progress: Called a few times a second with the seconds so far.
 
@@ -71,5 +77,7 @@ def preflight(
         options=used,
         floor_bytes=floor_bytes,
         model_flops=model_flops,
+        needs=needs,
+        idle_share=idle_share,
         compile_seconds=compiled.seconds,
     )

@@ -56,6 +56,24 @@ class Row:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Link:
+    """One link of a device in a step; seconds per step.
+
+    Attributes:
+        name: `NVLink` or `network`.
+        busy_seconds: How long it moves something.
+        exposed_seconds: How long the device waits for it.
+        needed_seconds: How long it moves what the strategy needs (`jaxtp.cost.bound`); None when
+            that is not known.
+    """
+
+    name: str
+    busy_seconds: float
+    exposed_seconds: float
+    needed_seconds: float | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
     """One compiled step on one target. Everything in seconds is modelled (`compile/schedule`).
 
@@ -81,8 +99,11 @@ class Report:
         hidden_share: Share of the tensor axes' communication time that passes beside work.
         hidden_forward: The same for the forward pass.
         hidden_backward: The same for the backward pass, recomputation included.
-        step_seconds_modelled: Matrix products and exposed communication only.
-        step_seconds_with_memory: The same with elementwise and copying work.
+        links: NVLink and the network, as far as the step uses them.
+        step_seconds_modelled: Matrix products, elementwise and copying work, and exposed
+            communication.
+        product_seconds: Matrix products alone, recomputation included and idle ticks of pipeline
+            stages left out.
         flops_per_device: FLOPs of the matrix products one device runs, recomputation included.
         hfu_modelled: flops_per_device / (step_seconds_modelled x the data sheet's peak).
         mfu_modelled: model FLOPs / (devices x step_seconds_modelled x the data sheet's peak), or
@@ -113,8 +134,9 @@ class Report:
     hidden_share: float
     hidden_forward: float
     hidden_backward: float
+    links: tuple[Link, ...]
     step_seconds_modelled: float
-    step_seconds_with_memory: float
+    product_seconds: float
     flops_per_device: float
     hfu_modelled: float
     mfu_modelled: float | None
@@ -140,6 +162,23 @@ class Report:
         """Wire bytes over the floor, or None when no floor is given."""
         return self.wire_bytes / self.floor_bytes if self.floor_bytes else None
 
+    @property
+    def bound_seconds(self) -> float | None:
+        """What no schedule of the same strategy goes below, or None when its needs are not known.
+
+        The longest of the matrix products' time and, for each link, the time of what the strategy
+        has to move.
+        """
+        needed = [link.needed_seconds for link in self.links]
+        if any(one is None for one in needed):
+            return None
+        return max(self.product_seconds, *filter(None, needed), 0.0)
+
+    @property
+    def bound_ratio(self) -> float | None:
+        """The modelled step over its bound, or None without one."""
+        return self.step_seconds_modelled / self.bound_seconds if self.bound_seconds else None
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data: every field but `schedule`, and the properties."""
         fields = {
@@ -147,14 +186,16 @@ class Report:
             for field in dataclasses.fields(self)
             if field.name != "schedule"
         }
-        rows = [dataclasses.asdict(row) for row in self.collectives]
         return {
             **fields,
-            "collectives": rows,
+            "collectives": [dataclasses.asdict(row) for row in self.collectives],
+            "links": [dataclasses.asdict(link) for link in self.links],
             "peak_bytes": self.peak_bytes,
             "fits": self.fits,
             "spare_bytes": self.card_bytes - self.peak_bytes,
             "ratio": self.ratio,
+            "bound_seconds": self.bound_seconds,
+            "bound_ratio": self.bound_ratio,
         }
 
     def to_json(self) -> str:
@@ -218,14 +259,26 @@ def _head(report: Report) -> Iterator[str]:
     yield f"communication {_size(report.wire_bytes)} sent per GPU and step along {axes}{ratio}"
     passes = f"forward {report.hidden_forward:.1%}, backward {report.hidden_backward:.1%}"
     yield f"hidden        {report.hidden_share:.1%} of it ({passes}), modelled"
+    for link in report.links:
+        yield f"{link.name:<13} {_link(link)}"
     step = f"{report.step_seconds_modelled * 1e3:.3f} ms modelled"
-    with_memory = f"{report.step_seconds_with_memory * 1e3:.3f} ms with elementwise work"
+    products = f"{report.product_seconds * 1e3:.3f} ms of matrix products"
     mfu = f", MFU {report.mfu_modelled:.1%}" if report.mfu_modelled is not None else ""
-    yield f"step          {step} ({with_memory}), HFU {report.hfu_modelled:.1%}{mfu}"
+    yield f"step          {step} ({products}), HFU {report.hfu_modelled:.1%}{mfu}"
+    if report.bound_seconds and report.bound_ratio is not None:
+        times = f"the step is {report.bound_ratio:.3f}x"
+        yield f"bound         {report.bound_seconds * 1e3:.3f} ms; {times}"
     options = ", ".join(f"{name}={value}" for name, value in report.options.items())
     yield f"options       {options or 'none'}"
     if report.unknown_options:
         yield f"              unknown to this jaxlib: {', '.join(report.unknown_options)}"
+
+
+def _link(link: Link) -> str:
+    busy = f"busy {link.busy_seconds * 1e3:.3f} ms, exposed {link.exposed_seconds * 1e3:.3f} ms"
+    if link.needed_seconds is None:
+        return busy
+    return f"{busy}; the strategy needs {link.needed_seconds * 1e3:.3f} ms"
 
 
 def _table(report: Report) -> Any:

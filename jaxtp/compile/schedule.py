@@ -1,17 +1,18 @@
-"""How much of the communication a schedule hides behind matrix products: a model with two clocks.
+"""How much of the communication a schedule hides: a model with a clock for each resource.
 
-The model walks the program in launch order. Matrix products advance the compute clock at the rate
-that large products sustain; everything else takes no time. A collective starts when it is launched
-and the link is free, one after the other on one link, and takes its bytes over the measured
-bandwidth. Its `-done` stalls the compute clock until then. That stall is *exposed* time of whatever
-the link carries meanwhile, also of collectives in front of it; a synchronous one on a free link is
+The model walks the program in launch order. Work advances the compute clock: matrix products at the
+rate that large products sustain, elementwise and copying work at MEMORY_SHARE of the memory
+bandwidth. A collective starts when it is launched and its links are free. NVLink and the network
+have a clock each, so that tensor parallelism inside a host and ZeRO across hosts move at once; on
+one link collectives follow each other, and take their bytes over the measured bandwidth. The
+`-done` stalls the compute clock until the collective has ended. That stall is *exposed* time of
+what moves meanwhile, also of collectives in front of it; a synchronous one on a free link is
 exposed entirely. A loop's body is walked for its first turn and once more for all later ones; of a
 conditional's branches the slowest counts.
 
-What it leaves out: the slow-down of products by the communication beside them, launch times, and
-that narrow products run below the sustained rate. It says what a schedule permits, not what the
-hardware delivers. `memory_bound=True` adds the time that elementwise and copying work takes at
-MEMORY_SHARE of the memory bandwidth; it hides communication too, though both compete in reality.
+What it leaves out: the slow-down of work by the communication beside them, launch times, and that
+narrow products run below the sustained rate. It says what a schedule permits, not what the
+hardware delivers.
 """
 
 import copy
@@ -22,7 +23,7 @@ from typing import Any
 from jaxtp.compile.collectives import Collective, site
 from jaxtp.compile.hlo import Computation, Instruction, Module
 from jaxtp.compile.instruction_work import matmul_flops, memory_bytes
-from jaxtp.hardware.gpus import Target
+from jaxtp.hardware.gpus import NETWORK, NVLINK, Target
 
 MEMORY_SHARE = 2.6 / 3.35
 """Share of the data sheet's memory bandwidth that elementwise work reaches: 2.6 TB/s on an H100."""
@@ -58,6 +59,7 @@ class Window:
         start: Seconds, when the link takes it up.
         seconds: How long it moves.
         exposed: Seconds that the compute clock waits while it moves.
+        links: Seconds that it keeps each link busy, by LINKS.
         products: The matrix products launched between its start and its done.
         repeat: How many runs it stands for.
     """
@@ -66,8 +68,14 @@ class Window:
     start: float
     seconds: float
     exposed: float
+    links: Mapping[str, float]
     products: tuple[Product, ...]
     repeat: int
+
+    @property
+    def link(self) -> str:
+        """The slowest of its links: the network where it leaves the NVLink domain."""
+        return NETWORK if NETWORK in self.links else NVLINK
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,19 +98,32 @@ class Schedule:
         return sum(product.flops * product.repeat for product in self.products)
 
     def communication(self, keep: Callable[[Collective], bool] = lambda _: True) -> float:
-        """Seconds per step that the link is busy with the collectives that `keep` selects."""
+        """Seconds per step that the collectives that `keep` selects take, one by one."""
         return sum(one.seconds * one.repeat for one in self.windows if keep(one.collective))
 
     def exposed(self, keep: Callable[[Collective], bool] = lambda _: True) -> float:
         """Seconds per step that a device waits for the collectives that `keep` selects."""
         return sum(one.exposed * one.repeat for one in self.windows if keep(one.collective))
 
-    def timeline(self) -> list[dict[str, Any]]:
-        """Both clocks as boxes to draw, in order of their start.
+    def busy(self, link: str) -> float:
+        """Seconds per step that a link moves something."""
+        return sum(one.links.get(link, 0.0) * one.repeat for one in self.windows)
 
-        Each has `lane` ("compute" or "link"), `name`, `start`, `seconds`, `exposed` and `repeat`.
-        A loop shows its first turn and the one that stands for the rest, so boxes do not fill the
-        whole step.
+    def waits(self, link: str) -> float:
+        """Seconds per step that a device waits for a link."""
+        return sum(one.exposed * one.repeat for one in self.windows if one.link == link)
+
+    @property
+    def product_seconds(self) -> float:
+        """Seconds per step of the matrix products alone."""
+        return sum(one.seconds * one.repeat for one in self.products if one.flops)
+
+    def timeline(self) -> list[dict[str, Any]]:
+        """All clocks as boxes to draw, in order of their start.
+
+        Each has `lane` ("compute", or a link of `LINKS`), `name`, `start`, `seconds`, `exposed` and
+        `repeat`. A loop shows its first turn and the one that stands for the rest, so boxes do not
+        fill the whole step.
         """
         work = [
             {
@@ -117,7 +138,7 @@ class Schedule:
         ]
         moves = [
             {
-                "lane": "link",
+                "lane": one.link,
                 "name": f"{one.collective.kind} {one.collective.site}".strip(),
                 "start": one.start,
                 "seconds": one.seconds,
@@ -138,16 +159,13 @@ def simulate(
     module: Module,
     collectives: Iterable[Collective],
     target: Target,
-    *,
-    memory_bound: bool = False,
 ) -> Schedule:
-    """Walks a scheduled program with the two clocks of the module's docstring.
+    """Walks a scheduled program with the clocks of the module's docstring.
 
     Args:
         module: The compiled program; its order of instructions is the schedule.
         collectives: What `compile/collectives` found in it.
-        target: Whose links and tensor cores.
-        memory_bound: Whether elementwise and copying work takes time too.
+        target: Whose links, memory and tensor cores.
 
     Raises:
         ValueError: If the program is not scheduled.
@@ -155,70 +173,89 @@ def simulate(
     if not module.is_scheduled:
         raise ValueError("the program's text is not a schedule")
     sites = {(one.computation, one.start): one for one in collectives}
-    walk = _Walk(module, sites, target, memory_bound)
+    walk = _Walk(module, sites, target)
     walk.run(module.entry, repeat=1)
     return Schedule(seconds=walk.clock, windows=tuple(walk.windows), products=tuple(walk.products))
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Transfer:
+    """A collective on its links.
+
+    Attributes:
+        start: Seconds.
+        end: Likewise.
+        links: Seconds on each link.
+        behind: The transfer that it had to let pass on a link; None where it started at once.
+        number: Of all transfers of the walk.
+    """
+
+    start: float
+    end: float
+    links: Mapping[str, float]
+    behind: "_Transfer | None"
+    number: int
+
+
 class _Walk:
-    """The two clocks, and what happened on them."""
+    """The clocks, and what happened on them."""
 
     def __init__(
-        self,
-        module: Module,
-        sites: Mapping[tuple[str, str], Collective],
-        target: Target,
-        memory_bound: bool,
+        self, module: Module, sites: Mapping[tuple[str, str], Collective], target: Target
     ) -> None:
         self.module, self.sites, self.target = module, sites, target
-        self.memory_bound = memory_bound
-        self.clock = self.link = 0.0
-        # Of every transfer so far: start and end, and how long the clock has waited in between.
-        self.transfers: list[tuple[float, float]] = []
+        self.clock = 0.0
+        # Of each link: when it is free, and whose transfer it was last.
+        self.free: dict[str, tuple[float, _Transfer]] = {}
+        # Of every transfer so far: how long the compute clock has waited while it moved.
         self.waits: list[float] = []
         self.windows: list[Window] = []
         self.products: list[Product] = []
 
     def run(self, computation: Computation, repeat: int) -> None:
         """Launches a computation's instructions once; each result stands for `repeat` runs."""
-        # done instruction -> (collective, number of its transfer, products launched before it)
-        pending: dict[str, tuple[Collective, int, int]] = {}
+        # done instruction -> (collective, its transfer, products launched before it)
+        pending: dict[str, tuple[Collective, _Transfer, int]] = {}
         for instruction in computation:
             if collective := self.sites.get((computation.name, instruction.name)):
-                number = self.transfer(collective)
-                pending[collective.done] = (collective, number, len(self.products))
+                moving = self.transfer(collective)
+                pending[collective.done] = (collective, moving, len(self.products))
             else:
                 self.compute(computation, instruction, repeat)
             if waiting := pending.pop(instruction.name, None):
                 self.wait(*waiting, repeat)
 
-    def transfer(self, collective: Collective) -> int:
-        """Puts a collective on the link; returns the number of the transfer."""
-        start = max(self.clock, self.link)
-        self.link = start + self.target.collective_seconds(
-            collective.kind, collective.num_bytes, collective.groups
-        )
-        self.transfers.append((start, self.link))
+    def transfer(self, collective: Collective) -> _Transfer:
+        """Puts a collective on its links."""
+        what = (collective.kind, collective.num_bytes, collective.groups)
+        links = self.target.link_seconds(*what)
+        taken = [self.free[link] for link in links if link in self.free]
+        start, behind = max(taken, key=lambda one: one[0], default=(0.0, None))
+        if start <= self.clock:
+            start, behind = self.clock, None
+        end = start + self.target.collective_seconds(*what)
+        moving = _Transfer(start, end, links, behind, len(self.waits))
         self.waits.append(0.0)
-        return len(self.transfers) - 1
+        for link, seconds in links.items():
+            self.free[link] = (start + seconds, moving)
+        return moving
 
-    def wait(self, collective: Collective, number: int, before: int, repeat: int) -> None:
+    def wait(self, collective: Collective, moving: _Transfer, before: int, repeat: int) -> None:
         """Stalls the compute clock until a collective has ended."""
-        start, end = self.transfers[number]
-        # One after the other on the link: what is waited for is this one and those in front of it.
-        for n in range(number, -1, -1):
-            begin, until = self.transfers[n]
-            if until <= self.clock:
-                break
-            self.waits[n] += until - max(begin, self.clock)
-        self.clock = max(self.clock, end)
+        # What is waited for is this one and, while it has not started, those in front of it.
+        one, until = moving, moving.end
+        while one is not None and until > self.clock:
+            self.waits[one.number] += until - max(one.start, self.clock)
+            one, until = one.behind, one.start
+        self.clock = max(self.clock, moving.end)
         inside = tuple(one for one in self.products[before:] if one.flops)
         self.windows.append(
             Window(
                 collective=collective,
-                start=start,
-                seconds=end - start,
-                exposed=self.waits[number],
+                start=moving.start,
+                seconds=moving.end - moving.start,
+                exposed=self.waits[moving.number],
+                links=moving.links,
                 products=inside,
                 repeat=repeat,
             )
@@ -242,7 +279,7 @@ class _Walk:
         """Advances the compute clock by one instruction's own work."""
         flops = matmul_flops(self.module, computation, instruction)
         seconds = flops / self.target.device.matmul_flops
-        if self.memory_bound and not flops:
+        if not flops:
             moved = memory_bytes(self.module, computation, instruction)
             seconds = moved / (MEMORY_SHARE * self.target.device.hbm_bandwidth)
         if seconds:
@@ -273,7 +310,7 @@ class _Walk:
         for body in bodies:
             walk = copy.copy(self)
             walk.windows, walk.products = list(self.windows), list(self.products)
-            walk.transfers, walk.waits = list(self.transfers), list(self.waits)
+            walk.free, walk.waits = dict(self.free), list(self.waits)
             walk.run(body, repeat)
             walks.append(walk)
         vars(self).update(vars(max(walks, key=lambda walk: walk.clock)))

@@ -31,6 +31,10 @@ import jax
 from jaxtp.errors import BadTarget, BadTopology
 from jaxtp.hardware.links import BLACKWELL, HOPPER, MIB, RACK, Tables, table_seconds, wire_bytes
 
+NVLINK, NETWORK = "NVLink", "network"
+LINKS = (NVLINK, NETWORK)
+"""The two links of a GPU: inside its NVLink domain, and out of it."""
+
 LAUNCH_SECONDS = 45e-6
 """Start-up of a collective that leaves the NVLink domain: JAX-Toolbox's constant for H100s."""
 
@@ -354,16 +358,39 @@ class Target:
         shapes = {_spread([self.domain(device) for device in group]) for group in groups}
         return max((self._seconds(kind, num_bytes, *shape) for shape in shapes), default=0.0)
 
+    def link_seconds(
+        self, kind: str, num_bytes: float, groups: Iterable[Sequence[int]]
+    ) -> dict[str, float]:
+        """Seconds that one collective keeps each link busy, by NVLINK and NETWORK.
+
+        A link that moves nothing is left out. Across domains NVLink is busy as long as the part
+        inside takes, and the network as long as the collective.
+
+        Args:
+            kind: As in `collective_seconds`.
+            num_bytes: Likewise.
+            groups: Likewise.
+        """
+        shapes = {_spread([self.domain(device) for device in group]) for group in groups}
+        inside = max((self._inside(kind, num_bytes, members) for _, members in shapes), default=0.0)
+        across = [shape for shape in shapes if shape[0] > 1]
+        network = max((self._seconds(kind, num_bytes, *shape) for shape in across), default=0.0)
+        return {name: one for name, one in ((NVLINK, inside), (NETWORK, network)) if one}
+
+    def _inside(self, kind: str, num_bytes: float, members: int) -> float:
+        """Seconds of the part of a collective that stays in a domain."""
+        if members == 1:
+            return 0.0
+        return table_seconds(self.device.tables, kind, num_bytes, members) / self.device.link_share
+
     def _seconds(self, kind: str, num_bytes: float, domains: int, members: int) -> float:
-        inside = 0.0
-        if members > 1:
-            inside = table_seconds(self.device.tables, kind, num_bytes, members)
+        inside = self._inside(kind, num_bytes, members)
         if domains == 1:
-            return inside / self.device.link_share
+            return inside
         network = self.device.network_share * self.device.nic_bandwidth
         leaving = wire_bytes(kind, num_bytes / members, domains) / network
         start = LAUNCH_SECONDS * math.log2(domains)
-        return start + max(inside / self.device.link_share, leaving)
+        return start + max(inside, leaving)
 
 
 def _spread(domains: Sequence[int]) -> tuple[int, int]:

@@ -14,6 +14,7 @@ from jaxtp.compile.report import Report
 from jaxtp.config.batch_sizes import resolve
 from jaxtp.config.files import parse
 from jaxtp.config.settings import Config
+from jaxtp.cost.bound import needed
 from jaxtp.cost.floor import plan_floor_bytes, stream_bytes
 from jaxtp.cost.flops import model_flops
 from jaxtp.cost.memory import state_bytes_per_device
@@ -23,6 +24,7 @@ from jaxtp.errors import DoesNotFit, JaxtpWarning
 from jaxtp.hardware.clusters import Cluster
 from jaxtp.hardware.gpus import Target
 from jaxtp.mesh.axes import Axis
+from jaxtp.models.lora import is_adapter
 from jaxtp.placement.train_state import slots
 from jaxtp.plan.decisions import Plan
 from jaxtp.rules.model_dims import ModelDims
@@ -75,11 +77,30 @@ def preflight_config(
         tensor_axes=plan.mesh.tp,
         floor_bytes=plan_floor_bytes(plan, dims, tokens=tokens, dtype=model.dtype),
         model_flops=model_flops(plan, dims, tokens=tokens, seq=config.seq_len).full,
+        needs=needed(
+            plan,
+            dims,
+            tokens=tokens,
+            num_micro=1 if plan.stages else config.batch.accumulation,
+            compute=model.dtype,
+            sums=reduced_in(config, plan),
+            trains=is_adapter if config.lora.rank else None,
+        ),
+        idle_share=plan.stages.bubble if plan.stages else 0.0,
         time_limit=time_limit,
         on_progress=on_progress,
     )
     own = (f"attention {attention}", *_offloaded(config, state, plan), *strategies(config, plan))
     return plan, dataclasses.replace(report, notes=(*report.notes, *own))
+
+
+def reduced_in(config: Config, plan: Plan) -> str:
+    """The type in which replicas reduce gradients."""
+    precision = config.precision
+    if plan.stages is not None:  # sums over all ticks, unless ZeRO shards what is summed
+        return precision.compute if plan.zero == 3 else precision.params
+    once = config.batch.accumulation > 1 or precision.gradients == "float32"
+    return "float32" if once and plan.zero < 2 else precision.compute
 
 
 def step_on_target(mesh: Mesh, settings: str) -> tuple[Any, tuple[Any, ...]]:

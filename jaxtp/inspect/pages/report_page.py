@@ -7,10 +7,14 @@ from collections.abc import Callable
 
 from jaxtp.compile.report import Report
 from jaxtp.compile.schedule import Product, Window
+from jaxtp.hardware.gpus import LINKS
 from jaxtp.inspect.pages.html import Node, Section
 
 WIDTH = 1200
 """Pixels of the timeline."""
+
+LANE = 32
+"""Pixels from one lane to the next."""
 
 
 def report_sections(report: Report) -> tuple[Section, ...]:
@@ -19,7 +23,7 @@ def report_sections(report: Report) -> tuple[Section, ...]:
     facts = tuple(Node(line) for line in lines[: _table_begins(lines)])
     unexpected = tuple(Node(f"{p}: {cause}", "note") for p, cause in report.unexpected.items())
     beats = (
-        "Matrix products above, collectives below, over one step. A line is where later turns of a "
+        "Work above, NVLink and the network below, over one step. A line is where later turns of a "
         "loop are left out. Red is time that the device waits. All of it is modelled."
     )
     return (
@@ -59,13 +63,14 @@ def _cell(sent: float, most: float) -> str:
 
 
 def timeline(report: Report) -> str:
-    """An SVG with a lane of products and a lane of collectives; one turn stands for a loop."""
+    """An SVG with a lane of work and one for each link; one turn stands for a loop."""
     schedule = report.schedule
     bars = [_product(p) for p in schedule.products] + [_window(w) for w in schedule.windows]
+    height = 4 + LANE * (1 + len(LINKS))
     place, gaps, total = _axis([(b.start, b.start + b.seconds) for b in bars])
     scale = WIDTH / total
     marks = "".join(
-        f'<line x1="{x * scale:.1f}" x2="{x * scale:.1f}" y1="0" y2="66" class="gap"/>'
+        f'<line x1="{x * scale:.1f}" x2="{x * scale:.1f}" y1="0" y2="{height}" class="gap"/>'
         for x in gaps
     )
     drawn = "".join(_rect(b, place(b.start) * scale, b.seconds * scale) for b in bars)
@@ -75,8 +80,9 @@ def timeline(report: Report) -> str:
         if b.waits
     )
     return (
-        f'<svg width="{WIDTH}" height="84" class="timeline" role="img">{drawn}{waits}{marks}'
-        f'<text x="0" y="80">0</text><text x="{WIDTH}" y="80" text-anchor="end">'
+        f'<svg width="{WIDTH}" height="{height + 18}" class="timeline" role="img">'
+        f'{drawn}{waits}{marks}<text x="0" y="{height + 14}">0</text>'
+        f'<text x="{WIDTH}" y="{height + 14}" text-anchor="end">'
         f"{schedule.seconds * 1e3:.2f} ms in all, loops once</text></svg>"
     )
 
@@ -125,10 +131,11 @@ def _product(p: Product) -> _Bar:
 def _window(w: Window) -> _Bar:
     one = w.collective
     text = (
-        f"{one.kind} {one.num_bytes / 2**20:.1f} MiB {one.site}: {w.seconds * 1e3:.3f} ms, "
-        f"{w.exposed * 1e3:.3f} ms exposed, {w.repeat} times"
+        f"{w.link}: {one.kind} {one.num_bytes / 2**20:.1f} MiB {one.site}: "
+        f"{w.seconds * 1e3:.3f} ms, {w.exposed * 1e3:.3f} ms exposed, {w.repeat} times"
     )
-    return _Bar(w.start, w.seconds, min(w.exposed, w.seconds), 36, "#86c79b", text)
+    lane = 4 + LANE * (1 + LINKS.index(w.link))
+    return _Bar(w.start, w.seconds, min(w.exposed, w.seconds), lane, "#86c79b", text)
 
 
 def _rect(bar: _Bar, x: float, width: float, colour: str = "") -> str:

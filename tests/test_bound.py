@@ -1,0 +1,74 @@
+"""What a strategy has to move, against sums by hand."""
+
+import pytest
+
+from jaxtp.cost.bound import Need, needed, seconds_of
+from jaxtp.hardware.gpus import Target
+from jaxtp.models import LlamaConfig, abstract
+from jaxtp.rules.model_dims import ModelDims
+from jaxtp.rules.planner import make_plan
+
+CONFIG = LlamaConfig(
+    vocab_size=512,
+    hidden_size=64,
+    num_hidden_layers=6,
+    num_attention_heads=8,
+    num_key_value_heads=8,
+    head_dim=8,
+    intermediate_size=256,
+)
+LAYER = 4 * 64 * 64 + 3 * 64 * 256  # elements of its matrices
+TABLE = 512 * 64
+NORMS = (2 * 6 + 1) * 64
+TOKENS = 32 * 128
+
+
+def needs(zero, num_micro=1, **mesh):
+    plan = make_plan(abstract(CONFIG), mesh, config=CONFIG, zero=zero)
+    found = needed(
+        plan,
+        ModelDims.of(CONFIG),
+        tokens=TOKENS,
+        num_micro=num_micro,
+        compute="bfloat16",
+        sums="bfloat16",
+    )
+    totals = {}
+    for need in found:
+        key = (need.kind, need.axes)
+        totals[key] = totals.get(key, 0) + need.num_bytes * need.count
+    return totals
+
+
+def test_tensor_parallelism_needs_its_lower_bound():
+    stream = TOKENS // 2 * 64 * 2
+    found = needs(0, dp=2, tp=4)
+    assert found["all-reduce", ("tp",)] == (4 * 6 + 2) * stream
+    assert found == needs(0, num_micro=4, dp=2, tp=4)
+    gradients = (6 * LAYER + 2 * TABLE) / 4 + NORMS
+    assert found["all-reduce", ("dp",)] == 2 * gradients
+
+
+def test_zero_3_gathers_layers_twice_and_tables_once_and_reduces_once():
+    found = needs(3, fsdp=4, tp=2)
+    assert found["all-gather", ("fsdp",)] == 2 * (2 * 6 * LAYER + 2 * TABLE) / 2
+    assert found["reduce-scatter", ("fsdp",)] == 2 * (6 * LAYER + 2 * TABLE) / 2
+    assert found["all-reduce", ("fsdp",)] == 2 * NORMS
+
+
+def test_zero_1_gathers_what_was_updated():
+    found = needs(1, fsdp=4, tp=1)
+    assert found["reduce-scatter", ("fsdp",)] == 2 * (6 * LAYER + 2 * TABLE)
+    assert found["all-gather", ("fsdp",)] == 4 * (6 * LAYER + 2 * TABLE)  # float32
+
+
+@pytest.mark.parametrize(("axis", "link"), [("tp", "NVLink"), ("dp", "network")])
+def test_each_need_is_on_the_links_of_its_axis(axis, link):
+    target = Target.parse("h100:4x8")
+    need = Need(kind="all-gather", axes=(axis,), num_bytes=2**28, count=3)
+    found = seconds_of([need], {"dp": 4, "tp": 8}, target)
+    group = range(8) if axis == "tp" else range(0, 32, 8)
+    assert found.pop(link) == pytest.approx(
+        3 * target.collective_seconds(need.kind, 2**28, [group])
+    )
+    assert set(found.values()) == {0.0}
