@@ -17,6 +17,9 @@ from jaxtp.hardware.gpus import KINDS, DeviceKind
 
 Row = Mapping[str, str]
 
+GPT2_VOCAB = 50257
+"""Tokens of GPT-2, of runs that do not say their vocabulary."""
+
 
 class CannotDescribe(Exception):
     """A row that says too little, or of something that is not priced."""
@@ -125,7 +128,7 @@ def sizes(row: Row) -> ModelSizes:
         heads=heads,
         kv_heads=whole["kv_heads"] or heads,
         head_dim=hidden // heads,
-        vocab=int(number(row, "vocab") or 51200),
+        vocab=int(number(row, "vocab") or GPT2_VOCAB),
         seq=whole["seq"],
         gated=gated,
         tied=not gated,

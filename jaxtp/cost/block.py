@@ -31,9 +31,9 @@ RANK_JITTER = 0.011
 """Share that each pair of devices along tp adds to host time: in every all-reduce each waits for
 all others' hosts. Fitted."""
 
-HOST_OVERLAP = 4
+HOST_OVERLAP = 6
 """Power mean of host and device time: 1 would add them, infinity take the longer. In a pass whose
-two times are close, each waits for the other now and then."""
+two times are close, each waits for the other now and then. Fitted."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -92,9 +92,13 @@ def block_seconds(
 def exposed(block: BlockSeconds, hidden: Number, habits: Habits) -> tuple[Number, Number]:
     """Tensor messages that nothing hides, and host time on top, of one pass over one block."""
     tensor = block.tensor * (1 - hidden)
-    device = block.compute + tensor + block.context
+    return tensor, host_seconds(block.compute + tensor + block.context, block.launch, habits)
+
+
+def host_seconds(device: Number, launch: Number, habits: Habits) -> Number:
+    """Seconds that launching work for so many seconds adds to the device's own."""
     power = 1 if habits.launches_block else HOST_OVERLAP
-    return tensor, (device**power + block.launch**power) ** (1 / power) - device
+    return (device**power + launch**power) ** (1 / power) - device
 
 
 def _parts(

@@ -41,6 +41,7 @@ class Habits:
         stacked_gradient_bytes: Bytes of one gradient of the blocks, held whole through the backward
             pass because the loop over blocks writes into one array.
         pads_vocab: Whether a vocabulary that tp does not divide is padded.
+        pads_alone: Whether it is padded for aligned products where tp is 1, too.
         gpipe: Whether all micro-batches are in flight at once, and not at most one a stage.
         last_stage_head: Whether the last pipeline stage alone runs the head.
         scatters_sends: Whether stages send each other the tp-th part and gather it again.
@@ -70,13 +71,14 @@ class Habits:
     score_bytes: float = 5.0
     stacked_gradient_bytes: float = 0.0
     pads_vocab: bool = True
+    pads_alone: bool = True
     gpipe: bool = False
     last_stage_head: bool = True
     scatters_sends: bool = True
 
 
 _MEGATRON = Habits(
-    launch_seconds=0.83e-3,
+    launch_seconds=0.81e-3,
     step_seconds=1e-3,
     traffic=0.95,
     fused_attention=False,
@@ -116,7 +118,8 @@ HABITS: Mapping[str, Habits] = MappingProxyType(
             last_stage_head=False, scatters_sends=False,
         ),
         "megatron": _MEGATRON,
-        "megatron-deepspeed": _MEGATRON,
+        # Its head at tp 1 takes what products take whose width is GPT-2's 50,257 tokens.
+        "megatron-deepspeed": dataclasses.replace(_MEGATRON, pads_alone=False),
         # ZeRO 1 keeps float32 gradients that each micro-batch's are cast for and added to.
         "megatron-deepspeed-zero": dataclasses.replace(
             _MEGATRON, launch_seconds=1.9e-3, accumulate_bytes=20, launches_block=True,

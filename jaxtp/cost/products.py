@@ -18,9 +18,9 @@ FILL_DEPTH = 130
 KERNEL_SECONDS = 3e-6
 """Start and end of one kernel on the device: 1024^3 and 2048^3 at 253 and 641 TFLOP/s there."""
 
-MISALIGNED = 2.0
+MISALIGNED = 1.8
 """Factor on products whose inner dims are no multiple of 8 elements (16 bytes), which tensor cores
-load in pieces (NVIDIA, Matrix Multiplication Background, tensor core requirements)."""
+load in pieces (NVIDIA, Matrix Multiplication Background, tensor core requirements). Fitted."""
 
 BACKWARD_ATTENTION = 0.85
 """Rate of fused attention backward, relative to forward (Dao 2023, figures 4 to 6)."""
@@ -90,9 +90,10 @@ def unfused_attention_seconds(
 ) -> Number:
     """Seconds of attention whose scores go through memory, as Megatron-LM ran it until 2023.
 
-    Two products a head forward, four backward; between them scaled and masked softmax and dropout
-    read and write the scores: 9 bytes a score forward (2 read and 2 written twice, and the mask of
-    the dropout), 12 backward (Korthikanti et al. 2022, section 4.1, count what is kept of them).
+    Two products a head forward, four backward; between them causal softmax and dropout read and
+    write the scores. Forward 8 bytes a score: softmax reads what the mask leaves (1) and writes
+    all (2), dropout reads and writes (4) and keeps a mask (1). Backward 9: dropout 5, softmax reads
+    two halves and writes (4). Korthikanti et al. 2022, section 4.1, count what is kept of them.
 
     Args:
         device: The GPU.
@@ -105,7 +106,7 @@ def unfused_attention_seconds(
     """
     scores = product_seconds(device, queries, keys, head_dim, count=heads)
     values = product_seconds(device, queries, head_dim, keys, count=heads)
-    moved = traffic * heads * queries * keys * (12 if backward else 9) / memory_rate(device)
+    moved = traffic * heads * queries * keys * (9 if backward else 8) / memory_rate(device)
     return (2 if backward else 1) * (scores + values) + moved
 
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from jaxtp.cost.block import BlockSeconds, block_seconds, exposed
+from jaxtp.cost.block import BlockSeconds, block_seconds, exposed, host_seconds
 from jaxtp.cost.data_parallel import gather_seconds, reduce_seconds, update_seconds, vocab_ways
 from jaxtp.cost.habits import Habits
 from jaxtp.cost.products import memory_rate, product_seconds
@@ -16,6 +16,10 @@ HEAD_BYTES = 55
 """Bytes that softmax and cross entropy move per logit, both passes. Megatron-LM's kernels: float32
 made (6), maximum (4), subtracted (8), exponential (8), sum (4), divided (8), gradient (8) and cast
 back (6) are 52. Fitted."""
+
+ENDS_LAUNCHES = 2.5
+"""Host time of one micro-batch outside the blocks, relative to a block's forward pass: batch,
+masks, embedding, head and loss, both passes. Fitted."""
 
 VOCAB_MULTIPLE = 128
 """Rows of the token table on one device are padded to it, as Megatron-LM does by default."""
@@ -84,9 +88,11 @@ def price(model: ModelSizes, s: Strategy, wires: Wires, habits: Habits) -> StepP
     share = np.where((pp > 1) & (not habits.last_stage_head), 1 / pp, 1.0)
     own_ends = ends.compute * share + np.where(pp == 1, ends.lookup, 0.0)
     own_messages = ends.tensor * share * np.where(pp == 1, 2, 1)
-    stage = layers * (compute + tensor + context + host) + own_ends + own_messages
+    ends_host = host_seconds(own_ends + own_messages, ENDS_LAUNCHES * habits.launch_seconds, habits)
+    whole_ends = own_ends + own_messages + ends_host
+    stage = layers * (compute + tensor + context + host) + whole_ends
     all_stages = model.layers * (compute + tensor + context + host)
-    all_stages = all_stages + (own_ends + own_messages) * np.where(habits.last_stage_head, 1, pp)
+    all_stages = all_stages + whole_ends * np.where(habits.last_stage_head, 1, pp)
     return StepPrice(
         compute=m * (layers * compute + own_ends),
         tensor=m * (layers * tensor + own_messages),
@@ -96,7 +102,7 @@ def price(model: ModelSizes, s: Strategy, wires: Wires, habits: Habits) -> StepP
         gathers=gather_seconds(model, s, wires, habits, *_stage_compute(layers, forward, backward)),
         gradients=reduce_seconds(model, s, wires, habits, layers * (backward.compute + tensor_b)),
         optimizer=update_seconds(model, s, wires.device, habits),
-        host=m * layers * host + habits.step_seconds,
+        host=m * (layers * host + ends_host) + habits.step_seconds,
     )
 
 
@@ -110,7 +116,8 @@ def _stage_compute(
 def _ends(model: ModelSizes, s: Strategy, wires: Wires, habits: Habits) -> _Ends:
     device, tp, tokens = wires.device, np.asarray(s.tp), tokens_of(model, s)
     ways = vocab_ways(model, s, habits)
-    columns = np.ceil(model.vocab / ways / VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    padded = np.ceil(model.vocab / ways / VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    columns = np.where(habits.pads_alone | (tp > 1), padded, model.vocab)
     work = (
         product_seconds(device, tokens, columns, model.hidden)
         + product_seconds(device, tokens, model.hidden, columns)

@@ -186,7 +186,7 @@ _SM100_B200 = (148, 128, 228, 227, 126.5, 1.965, 10)
 _SM100_GB200 = (152, 128, 228, 227, 129.25, 2.062, 10)
 # Shares of the data sheet that training sustains: products, memory, attention relative to products,
 # network. Fitted, see the docstring of the module.
-_AMPERE = (0.757, 0.9, 0.605, 0.46)
+_AMPERE = (0.765, 0.9, 0.605, 0.46)
 _HOPPER = (700 / 989, 0.53, 0.363, 0.5)
 _BLACKWELL = (0.6, 0.35, 0.7, 0.5)
 _GB200_LINKS: Tables = {kind: {**BLACKWELL[kind], **RACK[kind]} for kind in RACK}
