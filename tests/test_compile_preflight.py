@@ -13,6 +13,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import jaxtp
 from jaxtp.compile import analysis, compiler
 from jaxtp.compile.analysis import analyse
 from jaxtp.compile.collectives import find
@@ -24,6 +25,7 @@ from jaxtp.cost.floor import floor_bytes
 from jaxtp.errors import (
     BadMesh,
     BadOption,
+    BadStep,
     BadTarget,
     CompileFailed,
     CompilerCrashed,
@@ -320,6 +322,40 @@ def test_shardings_of_the_jitted_step_count():
     report = preflight(step, (w, 2.0), target="h100:1x8", mesh={"dp": 1, "tp": 8})
     assert report.argument_bytes == 64 * 64 * 4 // 8 + 4
     assert report.alias_bytes == 64 * 64 * 4 // 8
+
+
+def test_what_jit_step_returns_is_compiled_with_its_plan_places_and_donation():
+    mesh = jaxtp.make_mesh(tp=4, dp=2)
+    params = {"up": jnp.ones((16, 64)), "down": jnp.ones((64, 16))}
+    x = jnp.ones((8, 16))
+
+    def step_fn(params, batch):
+        def loss(params):
+            return jnp.square(jnp.sin(batch @ params["up"]) @ params["down"]).mean()
+
+        value, grads = jax.value_and_grad(loss)(params)
+        return jax.tree.map(jnp.subtract, params, grads), value
+
+    state = jaxtp.shard(params, mesh)
+    step = jaxtp.jit_step(step_fn, state, mesh, plan=jaxtp.make_plan(params, mesh))
+    report = preflight(step, (state, x), target="h100:1x8")
+    assert report.mesh == {"dp": 2, "tp": 4}
+    held = 2 * 16 * 64 * 4 // 4
+    assert report.argument_bytes == held + 8 * 16 * 4 // 2
+    assert report.alias_bytes == held
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+    assert report == dataclasses.replace(
+        preflight(step, (params, x), target="h100:1x8"), compile_seconds=report.compile_seconds
+    )
+    with pytest.raises(BadStep, match="TP133: missing a required argument: 'batch'"):
+        preflight(step, (state,), target="h100:1x8")
+
+
+def test_arguments_without_shardings_are_on_every_device():
+    args = jnp.ones((8, 64)), jnp.ones((64, 64))
+    report = preflight(jnp.matmul, args, target="h100:1x8", mesh={"dp": 2, "tp": 4})
+    assert report.argument_bytes == sum(x.nbytes for x in args)
+    assert report.collectives == ()
 
 
 @pytest.mark.parametrize("overlap", OVERLAP)

@@ -7,6 +7,7 @@ such as cuDNN attention outside of `shard_map`, whose partitioning rule is a Pyt
 made in the other process by a `module:function`.
 """
 
+import contextlib
 import dataclasses
 import importlib.util
 import json
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,8 @@ def trace(
     """Traces a step for CUDA without compiling it.
 
     Args:
-        step: A function, jitted or not; a jitted one keeps its donation and shardings.
+        step: A function, jitted or not; a jitted one keeps its donation and shardings, and one
+            from `jaxtp.jit_step` its plan.
         args: Its positional arguments: trees of arrays or ShapeDtypeStructs with shardings on one
             mesh, of any devices or of none.
         mesh: Axis name -> size, for arguments without shardings.
@@ -98,8 +100,39 @@ def trace(
         BadMesh: TP010, if the arguments are on several meshes, or on none and `mesh` is not given.
         CompileFailed: TP117, if the step cannot be traced or carried to another process.
     """
-    sizes, axis_types = _mesh_of(args, mesh)
-    jitted: Any = step if hasattr(step, "trace") else jax.jit(step)
+    with _jitted(step, args) as (jitted, arguments):
+        sizes, axis_types = _mesh_of(arguments, mesh)
+        exported, names, donated = _export(jitted, arguments)
+    # A step's state is a list of arrays there, which the step knows the paths of.
+    paths = getattr(step, "state_paths", ())
+    return Program(
+        mesh=sizes,
+        axis_types=axis_types,
+        exported=exported,
+        arguments=tuple(name_arguments(name, "arrays", paths) for name in names),
+        donated=donated,
+    )
+
+
+@contextlib.contextmanager
+def _jitted(step: Any, args: Sequence[Any]) -> Generator[tuple[Any, Sequence[Any]]]:
+    """The jitted function and its arguments; those of `jaxtp.jit_step` while its plan is in force.
+
+    What a `Step` says about its own arguments is coded already.
+    """
+    if hasattr(step, "as_jitted"):
+        with step.as_jitted(*args) as jitted_and_arguments:
+            yield jitted_and_arguments
+    else:
+        yield step if hasattr(step, "trace") else jax.jit(step), args
+
+
+def _export(jitted: Any, args: Sequence[Any]) -> tuple[bytes, list[str], tuple[bool, ...]]:
+    """The traced function as bytes, and name and donation of each array that it uses.
+
+    Raises:
+        CompileFailed: TP117, if it cannot be traced or carried to another process.
+    """
     try:
         traced = jitted.trace(*args)
         lowered = traced.lower(lowering_platforms=("cuda",))
@@ -116,20 +149,13 @@ def trace(
             in_tree=jax.tree.structure(((0,) * len(exported.in_avals), {})),
             out_tree=jax.tree.structure((0,) * len(exported.out_avals)),
         )
-        blob = bytes(flat.serialize())
+        return bytes(flat.serialize()), [n for n, _ in used], tuple(d for _, d in used)
     except Exception as error:
         raise CompileFailed(
             f"the step cannot be traced for the target: {type(error).__name__}: {error}",
             fix="check that the shardings are on one mesh; for a step with custom_partitioning, "
             "such as cuDNN attention outside of shard_map, give 'module:function' instead",
         ) from error
-    return Program(
-        mesh=sizes,
-        axis_types=axis_types,
-        exported=blob,
-        arguments=tuple(name for name, _ in used),
-        donated=tuple(donated for _, donated in used),
-    )
 
 
 def _mesh_of(

@@ -30,12 +30,14 @@ def preflight(
     """Compiles a step for a machine that is not there, and says what it will do.
 
     Args:
-        step: The function, jitted with its donation or not. Or `module:function`: that function is
-            called in the compiler's process as `function(mesh, **keywords)`, on a mesh of the
-            target's devices, and returns the jitted step and its arguments; this is for steps
-            that cannot leave the process that traced them.
+        step: The function, jitted with its donation or not, or what `jaxtp.jit_step` returns. Or
+            `module:function`: that function is called in the compiler's process as
+            `function(mesh, **keywords)`, on a mesh of the target's devices, and returns the jitted
+            step and its arguments; this is for steps that cannot leave the process that traced
+            them.
         args: Positional arguments of `step`: trees of arrays or ShapeDtypeStructs whose shardings
-            are on one mesh, of any devices or of none.
+            are on one mesh, of any devices or of none. Without a sharding an array is replicated,
+            and those of a `jaxtp.jit_step` lie where the step puts them.
         target: The machine, e.g. `h100:4x8`.
         mesh: Axis name -> size; by default the mesh of the arguments' shardings.
         keywords: For `module:function`, plain JSON values.

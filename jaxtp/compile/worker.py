@@ -19,7 +19,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import topologies
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 
 def main(folder: Path) -> None:
@@ -84,8 +84,10 @@ def _exported_step(
         return exported.call(*(value for _, value in sorted({**given, **unused}.items())))
 
     avals, shardings = exported.in_avals, exported.in_shardings_jax(mesh)
+    everywhere = NamedSharding(mesh, PartitionSpec())  # what has no sharding, on every device
     structs = [
-        jax.ShapeDtypeStruct(avals[i].shape, avals[i].dtype, sharding=shardings[i]) for i in kept
+        jax.ShapeDtypeStruct(avals[i].shape, avals[i].dtype, sharding=shardings[i] or everywhere)
+        for i in kept
     ]
     donated = [number for number, donate in enumerate(job["donated"]) if donate]
     out = exported.out_shardings_jax(mesh)

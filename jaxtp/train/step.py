@@ -168,14 +168,24 @@ class Step(Generic[State]):
 
     def lower(self, state: State, *args: Any, **named: Any) -> jax.stages.Lowered:
         """The step lowered for arrays or structs; nothing runs and nothing is donated."""
+        with self.as_jitted(state, *args, **named) as (jitted, arguments):
+            return jitted.lower(*arguments)
+
+    @contextlib.contextmanager
+    def as_jitted(
+        self, state: State, *args: Any, **named: Any
+    ) -> Generator[tuple[Any, tuple[Any, ...]]]:
+        """`jitted` and what it takes for these arrays or structs, while the plan is in force.
+
+        For whoever traces or exports the step; nothing runs and nothing is donated.
+        """
         with self._context():
             structure, arrays = _take_apart(state)
             arrays = [_settle(x, s) for x, s in zip(arrays, self.shardings, strict=True)]
-            arguments = self._arguments(
-                structure, arrays, *self._signature.read(state, args, named)
-            )
+            form, traced = self._signature.read(state, args, named)
+            arguments = self._arguments(structure, arrays, form, traced)
             self._check_stages(arguments)
-            return self.jitted.lower(*arguments)
+            yield self.jitted, arguments
 
     def _check_stages(self, arguments: tuple[Any, ...]) -> None:
         """Layers stored for stages and run otherwise would be in the wrong order, with holes."""
