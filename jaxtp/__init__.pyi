@@ -11,6 +11,7 @@ from .compile.limits import check as check
 from .compile.options import compile_options as compile_options
 from .errors import JaxtpError as JaxtpError
 from .errors import JaxtpWarning as JaxtpWarning
+from .generation.decode import jit_decode as jit_decode
 from .generation.run import generate as generate
 from .inspect.export import annotate as annotate
 from .inspect.export import export_rules as export_rules
@@ -31,6 +32,7 @@ from .placement.arrays import shard_batch as shard_batch
 from .placement.arrays import unshard as unshard
 from .placement.init import init_optimizer as init_optimizer
 from .placement.init import init_sharded as init_sharded
+from .placement.inputs import shard_inputs as shard_inputs
 from .placement.train_state import state_specs as state_specs
 from .plan.decisions import ParamDecision as ParamDecision
 from .plan.decisions import Plan as Plan

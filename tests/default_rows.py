@@ -39,6 +39,12 @@ DEFAULT_ROWS: dict[str, tuple[str, ...]] = {
     "test_greedy_tokens_are_those_of_transformers": (
         "qwen3-sizes3", "gemma3_text-sizes6", "gpt2-sizes11", "llama-sizes15",
     ),
+    "test_sixteen_steps_are_those_of_the_plain_function": (
+        "fewer kv heads", "int8", "scanned", "mamba", "nnx", "t5 keys",
+    ),
+    "test_the_gpu_program_sends_two_messages_a_layer": (
+        "fewer kv heads", "gpt2", "mamba", "linen",
+    ),
     "test_damaged_weights_are_named_and_leave_nothing": ("missing", "another shape", "NaN"),
     # No table, and long: what they show is shown in small by others of the same file.
     "test_no_flipped_bit_of_what_describes_a_checkpoint_goes_unnoticed": (),

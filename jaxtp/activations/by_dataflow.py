@@ -29,18 +29,11 @@ from jaxtp.activations.fused_products import (
 )
 from jaxtp.activations.left_alone import PRODUCTS, Told, lost, matters, stays_manual
 from jaxtp.activations.shared_products import product_at, shared
-from jaxtp.errors import BadMesh
-from jaxtp.mesh.build import (
-    abstract_mesh,
-    auto_mesh,
-    plan_mesh,
-    refuse_explicit_context,
-    without_explicit_axes,
-)
+from jaxtp.mesh.build import own_mesh, refuse_explicit_context, without_explicit_axes
 from jaxtp.plan.decisions import Plan
 from jaxtp.plan.trees import as_pytree, leaves
+from jaxtp.rules.inputs import leads
 from jaxtp.rules.jaxpr import Analysis, DimClass, analyse_jaxpr
-from jaxtp.rules.jaxpr.classes import Atom, resolve
 from jaxtp.rules.jaxpr.primitives import PRIMITIVES
 from jaxtp.rules.jaxpr.reentry import Call, bind, checkpoint, cond, inline, scan
 from jaxtp.rules.jaxpr.walk import Kind, Scope, Value, where
@@ -86,7 +79,7 @@ def parallelize(fn: F, plan: Plan, mesh: Mesh | AbstractMesh | None = None) -> F
         closed, shapes = jax.make_jaxpr(pure, return_shape=True)(plain, *inputs)
         paths = [plan[path].path for path, _ in leaves(plain)]
         analysis = analyse_jaxpr(closed, paths)
-        placer = _Placer(analysis, plan, _own_mesh(plan, mesh))
+        placer = _Placer(analysis, plan, own_mesh(mesh, plan.mesh))
         results = placer.run(analysis.scope, jax.tree.leaves((plain, *inputs)))
         told.tell(placer.left.values())
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
@@ -94,28 +87,12 @@ def parallelize(fn: F, plan: Plan, mesh: Mesh | AbstractMesh | None = None) -> F
     return cast(F, placed)
 
 
-def _own_mesh(plan: Plan, mesh: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh:
-    if isinstance(mesh, AbstractMesh):
-        return abstract_mesh(plan.mesh)
-    if mesh is None:
-        devices = jax.devices()
-        if len(devices) != plan.mesh.num_devices:
-            raise BadMesh(
-                f"the plan is for {plan.mesh.num_devices} devices ({plan.mesh}), there are "
-                f"{len(devices)}",
-                fix="pass the mesh that the parameters were placed with",
-            )
-        mesh = auto_mesh(jax.make_mesh((len(devices),), ("all",), devices=devices))
-    return plan_mesh(mesh, plan.mesh)
-
-
 class _Placer:
     """Runs a jaxpr with constraints; holds what all of its equations need."""
 
     def __init__(self, analysis: Analysis, plan: Plan, mesh: Mesh | AbstractMesh) -> None:
         self._analysis, self._plan, self._mesh = analysis, plan, mesh
-        self._batch = _batch_atom(analysis.scope)
-        self._leads = _leads(analysis, plan)
+        self._leads = leads(analysis, plan)
         self._widest = _widest(analysis, plan, self._leads)
         self._classes: dict[Value, tuple[DimClass, ...]] = {}
         self.left = lost(analysis, self._axes)
@@ -366,8 +343,7 @@ class _Placer:
         return entries
 
     def _batch_axes(self, dim: Any) -> tuple[str, ...]:
-        atoms = resolve(dim)
-        return self._plan.mesh.batch if atoms and atoms[0] is self._batch else ()
+        return self._plan.mesh.batch if self._analysis.is_batch(dim) else ()
 
     def _constrain(self, x: Any, entries: Sequence[Entry], *, even_whole: bool = False) -> Any:
         """`x` with a constraint if it splits; a dim that does not divide is left to XLA."""
@@ -388,30 +364,6 @@ class _Placer:
                 for e in fitted
             ]
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*fitted)))
-
-
-def _batch_atom(scope: Scope) -> Atom | None:
-    """The class of the leading dim of the first input that has one."""
-    for var in scope.jaxpr.invars:
-        value = scope.values.get(var)
-        if value is not None and value.kind is Kind.ACTIVATION and value.dims and value.dims[0]:
-            return resolve(value.dims[0])[0]
-    return None
-
-
-def _leads(analysis: Analysis, plan: Plan) -> dict[str, tuple[int, ...]]:
-    """Group -> leading class of its parameters, for groups that the plan splits.
-
-    A dim with another leading class (tiled kv heads, which are minor in the queries) would hold
-    other units on a device than the parameters do.
-    """
-    found: dict[str, tuple[int, ...]] = {}
-    for finding in analysis.findings.values():
-        if finding.dim is not None and finding.classes:
-            placed = plan[finding.path].dim_on(plan.mesh.tp)
-            if placed == finding.dim:
-                found.setdefault(finding.group, finding.classes[:1])
-    return found
 
 
 def _widest(

@@ -115,6 +115,30 @@ def plan_mesh(mesh: Any, shape: MeshShape) -> Mesh:
     return Mesh(devices, shape.names, axis_types=(AxisType.Auto,) * len(shape.sizes))
 
 
+def own_mesh(mesh: Mesh | AbstractMesh | None, shape: MeshShape) -> Mesh | AbstractMesh:
+    """The mesh of a plan over a user's devices; over all devices in order if there is no mesh.
+
+    Args:
+        mesh: A jax Mesh, an AbstractMesh to compile only, or None.
+        shape: The plan's mesh shape.
+
+    Raises:
+        BadMesh: TP010, if there are more or fewer devices than the plan has.
+    """
+    if isinstance(mesh, AbstractMesh):
+        return abstract_mesh(shape)
+    if mesh is None:
+        devices = jax.devices()
+        if len(devices) != shape.num_devices:
+            raise BadMesh(
+                f"the plan is for {shape.num_devices} devices ({shape}), there are {len(devices)}",
+                fix="pass the mesh that the parameters were placed with",
+            )
+        devices = np.array(devices).reshape([size for _, size in shape.whole])
+        mesh = Mesh(devices, [name for name, _ in shape.whole])
+    return plan_mesh(mesh, shape)
+
+
 def check_devices(mesh: Any) -> Mesh:
     """The mesh, known to have devices.
 

@@ -5,6 +5,7 @@ No device is touched; a plan for 16,384 GPUs is as ordinary as one for a laptop.
 
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import re
@@ -15,6 +16,7 @@ from jax.sharding import PartitionSpec
 
 from jaxtp.errors import PlanMismatch
 from jaxtp.mesh.axes import MeshShape
+from jaxtp.plan.inputs import STATE, InputDecision, input_decision
 from jaxtp.plan.stages import Stages
 from jaxtp.plan.stored_form import Blocks, Padding, stored_shape
 from jaxtp.plan.table import Row, html_table, note_lines, text_table
@@ -102,6 +104,8 @@ class Plan:
         zero: What the fsdp axis shards: 1 optimizer state, 2 also gradients, 3 also parameters.
         stages: How stacked layers are assigned along the pp axis; None without one.
         notes: Sentences about the plan altogether.
+        inputs: One per array that the traced function takes beside the parameters: a cache, tokens;
+            none if no function was traced.
     """
 
     mesh: MeshShape
@@ -112,6 +116,7 @@ class Plan:
     zero: int = 0
     stages: Stages | None = None
     notes: tuple[str, ...] = ()
+    inputs: tuple[InputDecision, ...] = ()
 
     @functools.cached_property
     def params(self) -> Mapping[str, ParamDecision]:
@@ -165,11 +170,14 @@ class Plan:
         return tuple(d for d in self.decisions if d.fallback)
 
     def explain(self, path: str) -> str:
-        """All that is known about one parameter, over several lines.
+        """All that is known about one parameter, or one input, over several lines.
 
         Raises:
             PlanMismatch: TP045, if the plan has no such path.
         """
+        for known in self.inputs:
+            if known.path == path and path not in self.params:
+                return known.explain(self.mesh)
         d = self[path]
         lines = [
             f"{d.path}  {d.dtype}{list(d.shape)}",
@@ -194,6 +202,11 @@ class Plan:
             if before != after:
                 why = "" if b is None else f"  ({b.reasons[-1]})"
                 lines.append(f"{path}: {before} -> {after}{why}")
+        places = [{i.path: spec_text(i.spec) for i in plan.inputs} for plan in (self, other)]
+        for path in dict.fromkeys(itertools.chain(*places)) if all(places) else ():
+            before, after = (place.get(path, "absent") for place in places)
+            if before != after:
+                lines.append(f"{path}: {before} -> {after}")
         return "\n".join(lines)
 
     def rows(self) -> Iterator[tuple[str, int, ParamDecision]]:
@@ -219,8 +232,8 @@ class Plan:
         return f"<{self.summary}>"
 
     def _cells(self) -> list[Row]:
-        """One tuple of texts for each row."""
-        return [
+        """One tuple of texts for each row; of the inputs those that a function keeps."""
+        rows = [
             (
                 path if count == 1 else f"{path} (x{count})",
                 "x".join(map(str, d.shape)) or "scalar",
@@ -231,6 +244,24 @@ class Plan:
             )
             for path, count, d in self.rows()
         ]
+        folded: dict[Row, list[InputDecision]] = {}
+        for i in self.inputs:
+            if i.role == STATE:
+                key = (re.sub(r"\d+", "*", i.path), str(i.shape), i.dtype, spec_text(i.spec))
+                folded.setdefault(key, []).append(i)
+        for (wild, *_), members in folded.items():
+            first, count = members[0], len(members)
+            rows.append(
+                (
+                    f"{wild} (x{count})" if count > 1 else first.path,
+                    "x".join(map(str, first.shape)) or "scalar",
+                    spec_text(first.spec),
+                    first.role,
+                    f"{first.bytes_per_device(self.mesh) * count / 1e6:,.3f}",
+                    first.reasons[0],
+                )
+            )
+        return rows
 
     def __str__(self) -> str:
         """One line per parameter (repeated layers folded): spec, role, bytes per device, reason.
@@ -249,6 +280,8 @@ class Plan:
     def to_json(self) -> str:
         """All of the plan as JSON text, stable between runs."""
         data = dataclasses.asdict(self) | {"mesh": self.mesh.to_data()}
+        if not self.inputs:
+            data.pop("inputs")  # readers of an earlier jaxtp do not know them
         return json.dumps({"format": FORMAT, **data}, indent=1)
 
     @classmethod
@@ -267,10 +300,12 @@ class Plan:
                 )
             mesh = MeshShape.from_data(data.pop("mesh"))
             decisions = tuple(_decision(d) for d in data.pop("decisions"))
+            inputs = tuple(map(input_decision, data.pop("inputs", ())))
             stages = data.pop("stages", None)
             return cls(
                 mesh=mesh,
                 decisions=decisions,
+                inputs=inputs,
                 stages=stages and _stages(**stages),
                 notes=tuple(data.pop("notes")),
                 **data,

@@ -28,10 +28,12 @@ class Traced:
     Attributes:
         votes: One for every parameter that the call uses.
         masked: Vocabulary sizes, in elements, for which the model masks padded logits.
+        analysis: What all of this comes from; None if nothing was traced.
     """
 
     votes: tuple[Vote, ...] = ()
     masked: frozenset[int] = frozenset()
+    analysis: Analysis | None = None
 
 
 def trace(fn: Any, params: PyTree, inputs: Sequence[Any] | None) -> Traced:
@@ -54,7 +56,7 @@ def trace(fn: Any, params: PyTree, inputs: Sequence[Any] | None) -> Traced:
         _check_needs_no_inputs(fn)
     with masks_seen() as masked:
         analysis = analyse(call, params, *(inputs or ()))
-    return Traced(tuple(finding_votes(analysis)), frozenset(masked))
+    return Traced(tuple(finding_votes(analysis)), frozenset(masked), analysis)
 
 
 def check_inputs(inputs: Any) -> None:

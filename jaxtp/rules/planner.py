@@ -3,6 +3,7 @@
 Each step is one call into one module.
 """
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -21,6 +22,7 @@ from jaxtp.rules import (
     resolve,
     review,
 )
+from jaxtp.rules import inputs as placed_inputs
 from jaxtp.rules.model_dims import ModelDims
 
 
@@ -69,7 +71,8 @@ def make_plan(
         replicated_budget: Under `strict`, the share of all bytes that whole matrices may take.
         fn: The forward function `fn(params, *inputs)` or a Linen module, traced for its dataflow;
             not needed for an `nnx.Module` that is called on the inputs.
-        inputs: Example inputs, arrays or `jax.ShapeDtypeStruct`.
+        inputs: Example inputs, arrays or `jax.ShapeDtypeStruct`, caches and states of a decode step
+            among them: `plan.inputs` says where each goes, and why.
 
     Returns:
         A plan with one decision, and at least one reason, per leaf.
@@ -106,7 +109,7 @@ def make_plan(
         *resolve.disagreements(claims, decisions, shape),
         *review.review(decisions, shape, mesh, strict=strict, budget=replicated_budget),
     )
-    return Plan(
+    plan = Plan(
         mesh=shape,
         decisions=decisions,
         policy=policy,
@@ -114,3 +117,7 @@ def make_plan(
         stages=stages,
         notes=notes,
     )
+    if traced.analysis is None:
+        return plan
+    placed = placed_inputs.decide(traced.analysis, plan, fn, inputs or ())
+    return dataclasses.replace(plan, inputs=placed)

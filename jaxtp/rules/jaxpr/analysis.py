@@ -5,6 +5,7 @@ No parameter name is read: paths are carried along to label the findings.
 
 import dataclasses
 import itertools
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from jaxtp.rules.jaxpr import control, tracing
 from jaxtp.rules.jaxpr.classes import Atom, Dim, classes_in, resolve
 from jaxtp.rules.jaxpr.evidence import Evidence
 from jaxtp.rules.jaxpr.primitives import PRIMITIVES, SIGNATURES
-from jaxtp.rules.jaxpr.records import Finding, Opaque
+from jaxtp.rules.jaxpr.records import Contraction, Fact, Finding, Opaque
 from jaxtp.rules.jaxpr.regions import Regions
 from jaxtp.rules.jaxpr.report import Reporter
 from jaxtp.rules.jaxpr.walk import Index, Kind, Scope, Value, Walk, is_integer, where
@@ -85,6 +86,8 @@ class Analysis:
         opaque: Primitives that gave no information, in program order.
         groups: Group id -> paths that are decided together.
         scope: The jaxpr as it was read, with the value of every variable; see `dim_classes`.
+        num_params: How many of the jaxpr's inputs are parameters; they come first.
+        batch: The class of the batch dim, or None.
     """
 
     findings: dict[str, Finding]
@@ -92,6 +95,8 @@ class Analysis:
     opaque: tuple[Opaque, ...]
     groups: dict[str, tuple[str, ...]]
     scope: Scope = dataclasses.field(repr=False)
+    num_params: int
+    batch: Atom | None
     _regions: Regions = dataclasses.field(repr=False)
     _walk: Walk = dataclasses.field(repr=False)
 
@@ -118,6 +123,31 @@ class Analysis:
     def dim_classes(self, value: Value) -> tuple[DimClass, ...]:
         """What each dim of a value in `scope` is."""
         return tuple(map(self.dim_class, value.dims))
+
+    @property
+    def inputs(self) -> list[Value]:
+        """What the function takes beside the parameters, in JAX's flattening order."""
+        scope = self.scope
+        return [self.value(scope, var) for var in scope.jaxpr.invars[self.num_params :]]
+
+    @property
+    def outputs(self) -> list[Value]:
+        """What it returns."""
+        return [self.value(self.scope, var) for var in self.scope.jaxpr.outvars]
+
+    def is_batch(self, dim: Dim) -> bool:
+        """Whether a dim is the batch, or leads with it."""
+        atoms = resolve(dim)
+        return bool(atoms) and self.batch is not None and atoms[0] is resolve((self.batch,))[0]
+
+    def why_not(self, dim: Dim) -> str:
+        """Why a dim is never split, "" if nothing forbids it."""
+        for atom in resolve(dim)[:1]:
+            if atom in self._regions.evidence.streams:
+                return "a dim of the residual stream"
+            known = self._regions.evidence.of(atom)
+            return next(iter(known.whole + known.inside + known.needed), "")
+        return ""
 
     def dim_class(self, dim: Dim) -> DimClass:
         """What one dim is; facts such as `Value.product` hold dims too."""
@@ -253,6 +283,27 @@ def analyse_jaxpr(
         opaque=tuple(fact for fact in walk.facts if isinstance(fact, Opaque)),
         groups={region.name: tuple(region.options) for region in regions.chosen},
         scope=walk.entered[0],
+        num_params=len(paths),
+        batch=_batch(values[len(paths) :], walk.facts),
         _regions=regions,
         _walk=walk,
     )
+
+
+def _batch(inputs: Sequence[Value], facts: Sequence[Fact]) -> Atom | None:
+    """The class of the batch: the leading dim of an input that rows of products lead with.
+
+    A cache of all layers leads with the layer, which no product has among its rows; the first of
+    several that products lead with wins, and without products the first leading dim there is.
+    """
+    leads = [resolve(value.dims[0])[0] for value in inputs if value.dims and value.dims[0]]
+    rows = Counter(
+        resolve(dim)[0]
+        for fact in facts
+        if isinstance(fact, Contraction)
+        for dim in [d for d in fact.rows if d][:1]
+    )
+    if found := [atom for atom in leads[:1] if atom in rows or not rows]:
+        return found[0]
+    held = {atom for value in inputs for dim in value.dims for atom in resolve(dim)}
+    return next((atom for atom, _ in rows.most_common() if atom in held), next(iter(leads), None))

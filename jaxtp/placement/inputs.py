@@ -1,0 +1,140 @@
+"""Inputs of a planned function onto the mesh: caches and states where the plan wants them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh
+
+from jaxtp.errors import PlanMismatch, Problems, SizeMismatch, join
+from jaxtp.mesh.build import own_mesh
+from jaxtp.placement.arrays import check_plan, place
+from jaxtp.placement.train_state import Slot
+from jaxtp.plan.decisions import Plan
+from jaxtp.plan.inputs import InputDecision
+from jaxtp.plan.trees import PyTree, leaves, shape_dtype, spec_text
+
+
+def shard_inputs(inputs: PyTree, plan: Plan, mesh: Mesh | AbstractMesh | None = None) -> PyTree:
+    """A cache, or another input, with every array where `plan.inputs` says.
+
+    Args:
+        inputs: One argument of the planned function, such as its cache, or a tuple of all of them:
+            arrays, or structs, which come back as structs with shardings. Its batch and its lengths
+            may differ from those the plan was made from.
+        plan: From `make_plan(params, mesh, fn=fn, inputs=...)`.
+        mesh: The mesh that the parameters were placed with; by default all devices in order. For
+            structs an AbstractMesh will do.
+
+    Raises:
+        PlanMismatch: TP045, if the plan has no inputs, or none of its arguments looks like this.
+        SizeMismatch: TP003, if a dim does not divide over the axes that shard it.
+        BadMesh: TP010, if there are more or fewer devices than the plan has.
+    """
+    check_plan(plan)
+    named, there = arguments(plan), own_mesh(mesh, plan.mesh)
+    if isinstance(inputs, tuple) and len(inputs) == len(named) and _fits_all(inputs, named):
+        given: tuple[PyTree, ...] = inputs
+        return tuple(
+            place(tree, input_slots(tree, known, plan), there)
+            for tree, known in zip(given, named.values(), strict=True)
+        )
+    return place(inputs, input_slots(inputs, _one_of(inputs, named), plan), there)
+
+
+def arguments(plan: Plan) -> dict[str, list[InputDecision]]:
+    """The decisions of each argument, by its name.
+
+    Raises:
+        PlanMismatch: TP045, if the plan has none.
+    """
+    named: dict[str, list[InputDecision]] = {}
+    for decision in plan.inputs:
+        named.setdefault(decision.argument, []).append(decision)
+    if not named:
+        raise PlanMismatch(
+            "the plan was made without inputs",
+            where="plan.inputs",
+            fix="make_plan(params, mesh, fn=decode, inputs=(cache, token)); shapes are enough",
+        )
+    return named
+
+
+def input_slots(tree: PyTree, decisions: Sequence[InputDecision], plan: Plan) -> Mapping[str, Slot]:
+    """The checked slot of every array of one argument, by its path inside the argument.
+
+    Raises:
+        PlanMismatch: TP045, if it has other arrays than the plan, or one of another rank.
+        SizeMismatch: TP003, if a dim does not divide over its axes.
+    """
+    known = {decision.inner_path: decision for decision in decisions}
+    found = {path: shape_dtype(leaf, path) for path, leaf in leaves(tree)}
+    argument = decisions[0].argument
+    if found.keys() != known.keys():
+        raise PlanMismatch(
+            f"missing: {join(sorted(known.keys() - found.keys())) or 'nothing'}, "
+            f"new: {join(sorted(found.keys() - known.keys())) or 'nothing'}",
+            where=argument,
+            fix="make the plan from these inputs",
+        )
+    problems = Problems()
+    slots: dict[str, Slot] = {}
+    for path, (shape, _) in found.items():
+        decision = known[path]
+        if len(shape) != len(decision.shape):
+            problems.add(
+                PlanMismatch(
+                    f"{len(shape)} dims {shape}, the plan was made for {decision.shape}",
+                    where=decision.path,
+                    fix="make the plan from these inputs",
+                )
+            )
+            continue
+        for dim, (size, axes) in enumerate(zip(shape, decision.spec, strict=True)):
+            if size % plan.mesh.ways(axes):
+                problems.add(
+                    SizeMismatch(
+                        f"dim {dim} of {shape} does not divide over {join(axes)}, "
+                        f"{plan.mesh.ways(axes)} devices: {spec_text(decision.spec)}",
+                        where=decision.path,
+                        fix=f"a multiple of {plan.mesh.ways(axes)}, or a plan made from this shape",
+                    )
+                )
+        slots[path] = Slot(shape, decision.spec)
+    problems.raise_any()
+    return slots
+
+
+def _one_of(tree: PyTree, named: Mapping[str, Sequence[InputDecision]]) -> list[InputDecision]:
+    """The argument that a tree is: the one with its paths and ranks; sizes decide among several."""
+    fitting = [list(known) for known in named.values() if _fits(tree, known)]
+    shapes = [shape_dtype(leaf)[0] for _, leaf in leaves(tree)]
+    equal = [known for known in fitting if [d.shape for d in known] == shapes]
+    for some in (equal, fitting):
+        if some and all([d.spec for d in known] == [d.spec for d in some[0]] for known in some):
+            return some[0]
+    looks = join(f"{path or 'one array'}{list(shape_dtype(x)[0])}" for path, x in leaves(tree))
+    raise PlanMismatch(
+        f"{'several arguments look' if fitting else 'no argument looks'} like this: {looks}",
+        where="inputs",
+        fix=f"a tuple of all arguments, ({join(named)}), as the plan was made from",
+    )
+
+
+def _fits_all(trees: Sequence[PyTree], named: Mapping[str, Sequence[InputDecision]]) -> bool:
+    return all(_fits(tree, known) for tree, known in zip(trees, named.values(), strict=True))
+
+
+def _fits(tree: Any, known: Sequence[InputDecision]) -> bool:
+    """Whether a tree has the paths and ranks of an argument."""
+    found = [(path, len(shape_dtype(leaf, path)[0])) for path, leaf in leaves(tree)]
+    return sorted(found) == sorted((d.inner_path, len(d.shape)) for d in known)
+
+
+def is_placed(leaf: Any, sharding: jax.sharding.NamedSharding) -> bool:
+    """Whether an array lies in its place already."""
+    if not isinstance(leaf, jax.Array):
+        return False
+    return leaf.sharding == sharding or (
+        leaf.committed and leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+    )
