@@ -6,7 +6,7 @@ Shape suffixes: B batch, P slots of the padded prompts, N new tokens at most.
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from typing import NamedTuple
 
 import jax
@@ -15,11 +15,21 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxtp.activations.by_name import constrain, use_plan
+from jaxtp.compile.options import Value, probe
 from jaxtp.generation.sampling import Sampling, choose
 from jaxtp.models.cache import Cache
 from jaxtp.models.decoder import Decoder
 from jaxtp.plan.decisions import Plan
 from jaxtp.plan.trees import PyTree
+
+READ_ONCE: Mapping[str, Value] = {
+    # XLA makes one product of several by the same input, q with k with v: for each token it would
+    # read their weights, write them one after the other, and read that.
+    "xla_gpu_dot_merger_threshold_mb": 0,
+    # A product takes one layer's slice of stacked weights where it lies, without a copy.
+    "xla_gpu_enable_dynamic_slice_fusion": True,
+}
+"""Compile options of the loop over tokens, whose time is that of reading weights and cache."""
 
 
 class Progress(NamedTuple):
@@ -139,7 +149,8 @@ def token_program(
 
     treedef = jax.tree.structure(Progress(Cache(0, 0), *range(7)))  # pyright: ignore[reportArgumentType]
     places = jax.tree.unflatten(treedef, shardings)
-    return jax.jit(run, donate_argnums=1, out_shardings=places)
+    options = dict(probe(READ_ONCE).options)
+    return jax.jit(run, donate_argnums=1, out_shardings=places, compiler_options=options)
 
 
 def _taken(setting: Setting, model: Decoder, h_B1D: jax.Array, progress: Progress) -> Progress:

@@ -61,22 +61,20 @@ class LayerCache:
 
         Several tokens are a prompt, in front of which there is nothing: they see each other.
         """
+        options = {"has_window": has_window, "scale": scale, "softcap": softcap}
+        if q_BTNH.shape[1] > 1:
+            out_BTNH = attend(
+                q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, implementation, window, **options
+            )
+        else:
+            out_BTNH = self._step(q_BTNH, k_BTKH, v_BTKH, window, **options)
+            # Read before it is written: what is written waits for what was read, so that XLA
+            # needs no copy of the cache to write in place.
+            out_BTNH, k_BTKH, v_BTKH = jax.lax.optimization_barrier((out_BTNH, k_BTKH, v_BTKH))
         self.cache = Cache(
             *(self._written(*pair) for pair in zip(self.cache, (k_BTKH, v_BTKH), strict=True))
         )
-        if q_BTNH.shape[1] > 1:
-            return attend(
-                q_BTNH,
-                k_BTKH,
-                v_BTKH,
-                segment_ids_BT,
-                implementation,
-                window,
-                has_window=has_window,
-                scale=scale,
-                softcap=softcap,
-            )
-        return self._step(q_BTNH, window, has_window, scale, softcap)
+        return out_BTNH
 
     def _written(self, all_LBKSH: jax.Array, new_BTKH: jax.Array) -> jax.Array:
         new_LBKSH = new_BTKH.astype(all_LBKSH.dtype).transpose(0, 2, 1, 3)[None]
@@ -86,35 +84,52 @@ class LayerCache:
     def _step(
         self,
         q_BTNH: jax.Array,
+        k_BTKH: jax.Array,
+        v_BTKH: jax.Array,
         window: int | None,
+        *,
         has_window: jax.Array | None,
         scale: float | None,
         softcap: float | None,
     ) -> jax.Array:
-        """Attention of one token a row."""
-        keys_BKSH, values_BKSH = (
-            constrain(jax.lax.dynamic_index_in_dim(x, self.layer, keepdims=False), "cache")
-            for x in self.cache
-        )
+        """Attention of one token a row: over what is in the cache, and over itself beside it.
+
+        A slice of what a loop carries is read where it lies by the product that takes it; a slice
+        of what has just been written would be copied first, three times its bytes.
+        """
+        keys_BKSH, values_BKSH = (constrain(row_of(x, self.layer), "cache") for x in self.cache)
         num_kv_heads, num_slots, width = keys_BKSH.shape[1:]
         units = (num_kv_heads, q_BTNH.shape[2] // num_kv_heads)
         q_BTNH = constrain(q_BTNH, "heads", units)
         q_BKGH = q_BTNH.reshape(q_BTNH.shape[0], *units, width)
+        own_BKH = constrain(k_BTKH, "kv_heads")[:, 0].astype(keys_BKSH.dtype)
+
+        def scored(equation: str, keys: jax.Array) -> jax.Array:
+            scores = jnp.einsum(equation, q_BKGH, keys, preferred_element_type=jnp.float32)
+            scores *= width**-0.5 if scale is None else scale
+            return scores if softcap is None else softcap * jnp.tanh(scores / softcap)
+
         slots_S = jnp.arange(num_slots)
-        seen_BS = (slots_S[None] >= self.first_B[:, None]) & (slots_S <= self.slot)[None]
+        seen_BS = (slots_S[None] >= self.first_B[:, None]) & (slots_S < self.slot)[None]
         if window is not None:
             near_S = slots_S > self.slot - window
             seen_BS &= (near_S if has_window is None else near_S | ~has_window)[None]
-        scores = jnp.einsum(
-            "bkgh,bksh->bkgs", q_BKGH, keys_BKSH, preferred_element_type=jnp.float32
+        scores_BKGS = scored("bkgh,bksh->bkgs", keys_BKSH)
+        scores_BKGS = jnp.where(seen_BS[:, None, None], scores_BKGS, jnp.finfo(jnp.float32).min)
+        own_BKG1 = scored("bkgh,bkh->bkg", own_BKH)[..., None]
+        most_BKG1 = jnp.maximum(jnp.max(scores_BKGS, axis=-1, keepdims=True), own_BKG1)
+        weights_BKGS, own_BKG1 = jnp.exp(scores_BKGS - most_BKG1), jnp.exp(own_BKG1 - most_BKG1)
+        total_BKG1 = jnp.sum(weights_BKGS, axis=-1, keepdims=True) + own_BKG1
+        out_BKGH = jnp.einsum(
+            "bkgs,bksh->bkgh",
+            (weights_BKGS / total_BKG1).astype(values_BKSH.dtype),
+            values_BKSH,
+            preferred_element_type=jnp.float32,
         )
-        scores *= width**-0.5 if scale is None else scale
-        if softcap is not None:
-            scores = softcap * jnp.tanh(scores / softcap)
-        scores = jnp.where(seen_BS[:, None, None], scores, jnp.finfo(jnp.float32).min)
-        weights = jax.nn.softmax(scores, axis=-1).astype(values_BKSH.dtype)
-        out_BKGH = jnp.einsum("bkgs,bksh->bkgh", weights, values_BKSH)
-        return constrain(out_BKGH.reshape(q_BTNH.shape), "heads", units)
+        own_BKH = constrain(v_BTKH, "kv_heads")[:, 0].astype(values_BKSH.dtype)
+        out_BKGH += own_BKG1 / total_BKG1 * own_BKH[:, :, None].astype(jnp.float32)
+        out_BTNH = out_BKGH.astype(values_BKSH.dtype).reshape(q_BTNH.shape)
+        return constrain(out_BTNH, "heads", units)
 
 
 def scan_cached(
@@ -128,27 +143,36 @@ def scan_cached(
 ) -> tuple[jax.Array, Cache]:
     """Runs stacked layers on new tokens; the residual stream behind them, and the cache.
 
+    A loop over the layers' numbers and no scan: a scan would hide from XLA that the cache is
+    sliced by the loop's counter, see `row_of`.
+
     Args:
         layers: Result of `jaxtp.models.layers.stack_layers`.
         x_BTD: The residual stream in front of the first layer.
         context: See `jaxtp.models.layers.scan_layers`.
         rows: See there.
-        cache: What the tokens before left behind. Carried, not scanned over: it stays where it is
-            and each layer writes one slice.
+        cache: What the tokens before left behind. Carried, so that it stays where it is and each
+            layer writes one slice.
         slot: Where the first new token goes.
         first_B: The slot of each row's first token.
     """
     graph, params = nnx.split(layers)
+    stacked = {"params": params, "rows": jax.tree.map(jnp.asarray, dict(rows))}
 
-    def step(carry: tuple[jax.Array, Cache], row: Any) -> tuple[tuple[jax.Array, Cache], None]:
+    def step(layer: jax.Array, carry: tuple[jax.Array, Cache]) -> tuple[jax.Array, Cache]:
         x_BTD, cache = carry
-        here = LayerCache(cache, row["layer"], slot, first_B)
+        row = jax.tree.map(lambda x: row_of(x, layer), stacked)
+        here = LayerCache(cache, layer, slot, first_B)
         x_BTD = nnx.merge(graph, row["params"])(x_BTD, {**context, **row["rows"], "cache": here})
-        return (x_BTD, here.cache), None
+        return x_BTD, here.cache
 
-    each = {
-        "params": params,
-        "rows": dict(rows),
-        "layer": jnp.arange(cache.keys.shape[0], dtype=jnp.int32),
-    }
-    return jax.lax.scan(step, (x_BTD, cache), each)[0]
+    return jax.lax.fori_loop(0, cache.keys.shape[0], step, (x_BTD, cache))
+
+
+def row_of(x: jax.Array, layer: jax.Array) -> jax.Array:
+    """One layer of what all layers are stacked in.
+
+    The index is the loop's own counter and nothing computed from it: then XLA lets the product that
+    takes the slice read it where it lies.
+    """
+    return jax.lax.dynamic_index_in_dim(x, layer, keepdims=False, allow_negative_indices=False)
