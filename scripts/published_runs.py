@@ -21,6 +21,22 @@ GPT2_VOCAB = 50257
 """Tokens of GPT-2, of runs that do not say their vocabulary."""
 
 
+ARCHITECTURES: Mapping[str, Mapping[str, int]] = {
+    "deepseekv2": {
+        "head_dim": 192, "value_dim": 128, "query_latent": 1536, "kv_latent": 512, "rotary_dim": 64,
+        "shared": 2, "dense_layers": 1, "dense_ffn": 12288,
+    },
+    "deepseekv3": {
+        "head_dim": 192, "value_dim": 128, "query_latent": 1536, "kv_latent": 512, "rotary_dim": 64,
+        "shared": 1, "dense_layers": 3, "dense_ffn": 18432,
+    },
+    "gptoss": {"head_dim": 64},
+    "qwen3": {"head_dim": 128},
+}  # fmt: skip
+"""Beginning of a model's name, letters and digits alone -> what its published config says and the
+columns of a table of runs do not; `shared`: shared experts."""
+
+
 class CannotDescribe(Exception):
     """A row that says too little, or of something that is not priced."""
 
@@ -73,8 +89,6 @@ def device_kind(row: Row) -> DeviceKind:
         if "a100" not in name:
             raise CannotDescribe(f"no data sheet of {row['gpu_type']!r}")
         key = "a100-40" if "40" in name else "a100-80"
-    if key not in KINDS:
-        raise CannotDescribe(f"no data sheet of {row['gpu_type']!r}")
     kind = KINDS[key]
     if "hbm2e" in name and key == "h100":
         kind = dataclasses.replace(
@@ -119,15 +133,23 @@ def sizes(row: Row) -> ModelSizes:
     text = row["model"].lower()
     # GPT models have an MLP of four widths, and no gate.
     gated = "llama" in text or whole["ffn"] not in (0, 4 * hidden)
-    if number(row, "experts"):
-        raise CannotDescribe("experts are not priced")
+    experts, chosen = (int(number(row, k) or 0) for k in ("experts", "top_k"))
+    if experts and not chosen:
+        raise CannotDescribe("no top_k")
+    name = "".join(re.findall(r"[a-z0-9]", text))
+    known = dict(next((v for k, v in ARCHITECTURES.items() if name.startswith(k)), {}))
+    known.setdefault("head_dim", hidden // heads)
+    shared = known.pop("shared", 0)
     return ModelSizes(
+        **known,
+        experts=experts,
+        chosen=chosen,
+        shared_ffn=shared * whole["ffn"],
         layers=whole["layers"],
         hidden=hidden,
         ffn=whole["ffn"] or 4 * hidden,
         heads=heads,
         kv_heads=whole["kv_heads"] or heads,
-        head_dim=hidden // heads,
         vocab=int(number(row, "vocab") or GPT2_VOCAB),
         seq=whole["seq"],
         gated=gated,
@@ -155,11 +177,13 @@ def recompute_of(row: Row) -> Recompute:
 
 def strategy_of(row: Row) -> Strategy:
     """The mesh and batch of a row."""
-    values = {k: int(number(row, k) or 1) for k in ("tp", "pp", "vpp", "cp")}
+    values = {k: int(number(row, k) or 1) for k in ("tp", "pp", "vpp", "cp", "ep")}
     gpus, batch = number(row, "gpus"), number(row, "global_batch")
     if not gpus or not batch:
         raise CannotDescribe("no gpus or global batch")
     data = int(gpus) // (values["tp"] * values["pp"] * values["cp"])
+    if data % values["ep"]:
+        raise CannotDescribe(f"ep={values['ep']} over {data} data-parallel devices")
     micro = int(number(row, "micro_batch") or 1)
     per_rank = batch / data
     if per_rank < micro:
@@ -170,9 +194,12 @@ def strategy_of(row: Row) -> Strategy:
         stage = int(found[1])
     elif "fsdp" in zero:
         stage = 3
+    elif "bridge" in row["framework"].lower():
+        stage = 1  # its recipes have the distributed optimizer on
     return Strategy(
-        dp=1 if stage else data,
-        fsdp=data if stage else 1,
+        dp=1 if stage else data // values["ep"],
+        fsdp=data // values["ep"] if stage else 1,
+        ep=values["ep"],
         tp=values["tp"],
         pp=values["pp"],
         rounds=values["vpp"],

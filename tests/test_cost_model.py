@@ -142,6 +142,61 @@ def test_the_mesh_that_prices_choose_costs_little_more_than_the_best(scored):
     assert float(one_node.split("mean ")[1].split(",")[0]) <= 1.05
 
 
+MIXTRAL = dataclasses.replace(
+    GPT, layers=32, hidden=4096, ffn=14336, heads=32, kv_heads=8, vocab=32000, gated=True,
+    tied=False, dropout=False, experts=8, chosen=2,
+)  # fmt: skip
+
+
+def test_parameters_of_experts_are_what_their_papers_say():
+    assert MIXTRAL.params == pytest.approx(46.7e9, rel=0.005)
+    active = MIXTRAL.layers * MIXTRAL.active_params + 2 * MIXTRAL.table_params
+    assert active == pytest.approx(12.9e9, rel=0.005)
+    known = dict(published_runs.ARCHITECTURES["deepseekv3"])
+    shared = known.pop("shared")
+    deepseek = dataclasses.replace(
+        MIXTRAL, layers=61, hidden=7168, ffn=2048, heads=128, kv_heads=128, vocab=129280,
+        experts=256, chosen=8, shared_ffn=shared * 2048, **known,
+    )  # fmt: skip
+    assert deepseek.params == pytest.approx(671e9, rel=0.005)
+    active = deepseek.layers * deepseek.active_params + deepseek.table_params
+    assert active == pytest.approx(37e9, rel=0.02)
+
+
+def test_one_expert_of_one_costs_and_keeps_no_less_than_the_mlp_that_it_is():
+    one = dataclasses.replace(MIXTRAL, experts=1, chosen=1)
+    plain = dataclasses.replace(MIXTRAL, experts=0, chosen=0)
+    s, wires = Strategy(fsdp=8, zero=3, micro_batch=4), Wires(H100, 8)
+    habits = HABITS["jaxtp"]
+    assert one.params == plain.params
+    assert peak_memory(one, s, habits).state == peak_memory(plain, s, habits).state
+    routed, dense = (price(model, s, wires, habits) for model in (one, plain))
+    assert 1 < routed.gathers / dense.gathers < 1.05  # two messages a block instead of one
+    assert 1 <= routed.total / dense.total < 1.1  # the copies of routed tokens
+
+
+def test_experts_on_an_axis_of_their_own_hold_their_share_and_pay_all_to_alls():
+    habits, wires = HABITS["jaxtp"], Wires(H100, 8)
+    data, experts = (
+        Strategy(fsdp=8 // ep, ep=ep, zero=1, micro_batch=1, micro_batches=4) for ep in (1, 8)
+    )
+    assert (data.devices, data.batch) == (experts.devices, experts.batch)
+    held = [peak_memory(MIXTRAL, s, habits).state for s in (data, experts)]
+    assert held[1] < held[0] / 3
+    assert price(MIXTRAL, data, wires, habits).experts == 0
+    assert price(MIXTRAL, experts, wires, habits).experts > 0
+
+
+def test_an_all_to_all_across_domains_sends_every_members_own_buffer():
+    one = 64 * 2**20
+    gathered, exchanged = (
+        Wires(H100, 8).seconds(kind, one, 16, 1) for kind in ("all-gather", "all-to-all")
+    )
+    assert exchanged > 5 * gathered
+    both = Target.parse("h100:2x8").collective_seconds("all-to-all", one, [range(16)])
+    assert both == pytest.approx(float(exchanged))
+
+
 def test_tensor_bytes_are_the_lower_bound_where_only_products_run_again():
     s = Strategy(tp=8, recompute=int(Recompute.OUTPUTS), micro_batch=2)
     message = 2 * 2 * GPT.seq * GPT.hidden

@@ -27,6 +27,14 @@ from jaxtp.mesh.axes import Axis
 BACKWARD_LAUNCHES = 1.9
 """Host time of a block's backward pass, relative to its forward pass. Fitted."""
 
+ROUTED_LAUNCHES = 3.0
+"""Host time of a block with experts, relative to a plain one: router, sorting, a product an expert.
+An estimate: in the published runs the device takes longer."""
+
+ROUTED_COPIES = 8
+"""Times that the routed tokens are read or written on their way to experts and back: copied for the
+send, sorted by expert, sorted back, and weighted and summed."""
+
 RANK_JITTER = 0.011
 """Share that each pair of devices along tp adds to host time: in every all-reduce each waits for
 all others' hosts. Fitted."""
@@ -44,12 +52,14 @@ class BlockSeconds:
         compute: Products, attention and elementwise kernels, recomputation included.
         tensor: Collectives along the tensor axis, alone on the machine.
         context: Collectives along the context axis.
+        experts: All-to-alls that bring tokens to experts and back.
         launch: Host time in which the pass is launched.
     """
 
     compute: Number
     tensor: Number
     context: Number
+    experts: Number
     launch: Number
 
 
@@ -69,21 +79,25 @@ def block_seconds(
         + is_recompute(s, Recompute.DOTS) * (attention + moved)
         + is_recompute(s, Recompute.ATTENTION) * (0 if habits.fused_attention else attention)
     )
-    adding = model.layer_params / np.asarray(s.tp) * habits.accumulate_bytes / memory_rate(device)
+    adding = block_params(model, s) * habits.accumulate_bytes / memory_rate(device)
     message, gather = message_seconds(model, s, wires, habits)
     context = context_seconds(model, s, wires, habits)
+    routed = routed_seconds(model, s, wires)
     # A block from its input on needs its reductions again; XLA leaves the last one out.
     rerun = 2 * is_recompute(s, Recompute.FULL, Recompute.STAGE)
     regather = np.where(s.sequence_parallel, 2 * gather, 0.0)
     pairs = np.asarray(s.tp) * (np.asarray(s.tp) - 1) / 2
+    share = model.routed_layers / model.layers
     launch = habits.launch_seconds * (1 + RANK_JITTER * pairs)
+    launch = launch * (1 + share * (ROUTED_LAUNCHES - 1))
     passes = is_recompute(s, Recompute.FULL, Recompute.STAGE, Recompute.OUTPUTS)
     return (
-        BlockSeconds(whole, 2 * message, context, launch),
+        BlockSeconds(whole, 2 * message, context, routed, launch),
         BlockSeconds(
             sum(backward) + again + adding,
             (2 + rerun) * message + regather,
             context * (2 + passes),
+            routed * (1 + passes),
             launch * (BACKWARD_LAUNCHES + passes),
         ),
     )
@@ -92,7 +106,8 @@ def block_seconds(
 def exposed(block: BlockSeconds, hidden: Number, habits: Habits) -> tuple[Number, Number]:
     """Tensor messages that nothing hides, and host time on top, of one pass over one block."""
     tensor = block.tensor * (1 - hidden)
-    return tensor, host_seconds(block.compute + tensor + block.context, block.launch, habits)
+    device = block.compute + tensor + block.context + block.experts
+    return tensor, host_seconds(device, block.launch, habits)
 
 
 def host_seconds(device: Number, launch: Number, habits: Habits) -> Number:
@@ -107,15 +122,36 @@ def _parts(
     """Seconds of column products, of attention, of row products and of elementwise kernels."""
     tokens, tp = tokens_of(model, s), np.asarray(s.tp)
 
-    def linear(columns: Number, depth: Number) -> Number:
-        return linear_seconds(device, tokens, columns, depth, backward=backward)
+    def linear(columns: Number, depth: Number, rows: Number = tokens, count: Number = 1) -> Number:
+        return linear_seconds(device, rows, columns, depth, backward=backward, count=count)
 
-    ups = 2 if model.gated else 1
-    columns = linear((model.width + model.kv_width) / tp, model.hidden)
-    columns = columns + linear(ups * model.ffn / tp, model.hidden)
-    rows = linear(model.hidden, model.width / tp) + linear(model.hidden, model.ffn / tp)
+    if model.kv_latent:
+        down = model.query_latent + model.kv_latent + model.rotary_dim
+        columns = linear(down, model.hidden) + linear(model.width / tp, model.query_latent)
+        columns = columns + linear(model.kv_up / tp, model.kv_latent)
+    else:
+        columns = linear((model.width + model.kv_width) / tp, model.hidden)
+    rows = linear(model.hidden, model.values / tp)
+    for share, width, grouped in _mlps(model):
+        # Balanced: an expert of a device gets its share of all that its group routes.
+        count = model.experts / np.asarray(s.ep) if grouped else 1
+        each = tokens * model.chosen / count if grouped else tokens
+        ups = (2 if model.gated else 1) * width / tp
+        columns = columns + share * linear(ups, model.hidden, each, count)
+        rows = rows + share * linear(model.hidden, width / tp, each, count)
     moved = elementwise_bytes(model, s, backward=backward) * habits.traffic / memory_rate(device)
     return columns, _attention(model, s, device, habits, backward=backward), rows, moved
+
+
+def _mlps(model: ModelSizes) -> list[tuple[float, int, bool]]:
+    """(share of the blocks that have it, width, whether they are experts) of each kind of MLP."""
+    share = model.routed_layers / model.layers
+    kinds = (
+        (1 - share, model.plain_ffn, False),
+        (share, model.shared_ffn, False),
+        (share, model.ffn, True),
+    )
+    return [kind for kind in kinds if kind[0] and kind[1]]
 
 
 def _attention(
@@ -123,7 +159,9 @@ def _attention(
 ) -> Number:
     heads = np.asarray(s.micro_batch) * model.heads / s.tp
     queries = model.seq / np.asarray(s.cp)
-    sizes = (device, queries, model.seq, model.head_dim, heads)
+    # Of scores and values each is half of the work.
+    head_dim = (model.width + model.values) / (2 * model.heads)
+    sizes = (device, queries, model.seq, head_dim, heads)
     if habits.fused_attention:
         return fused_attention_seconds(*sizes, backward=backward, relative=habits.attention)
     return unfused_attention_seconds(*sizes, backward=backward, traffic=habits.traffic)
@@ -134,14 +172,29 @@ def elementwise_bytes(model: ModelSizes, s: Strategy, *, backward: bool) -> Numb
 
     Forward, in widths of a token: two norms read and write (4 hidden), two sums of bias, dropout
     and residual (7 hidden: 2 read, 1 written, a mask of half a width), the activation of the MLP
-    (2 or 3 ffn), and one copy of q, k and v (2 widths). Backward reads the kept inputs as well: 1.5
-    times that.
+    (2 or 3 ffn), and one copy of q, k and v (2 widths). Routed tokens are copied `ROUTED_COPIES`
+    times more. Backward reads the kept inputs as well: 1.5 times that.
     """
     tp = np.asarray(s.tp)
     split = np.where(s.sequence_parallel, tp, 1)
-    inner = (3 if model.gated else 2) * model.ffn + 2 * (model.width + model.kv_width)
-    widths = 11 * model.hidden / split + inner / tp
+    inner = (3 if model.gated else 2) * model.active_ffn + 2 * (model.width + model.kv_width)
+    copies = ROUTED_COPIES * model.chosen * model.routed_layers / model.layers
+    widths = (11 + copies) * model.hidden / split + inner / tp
     return 2 * tokens_of(model, s) * widths * (1.5 if backward else 1.0)
+
+
+def block_params(model: ModelSizes, s: Strategy) -> Number:
+    """Elements of the matrices of one block on one device, before ZeRO shards them."""
+    routed = model.mlp_params(model.experts * model.ffn) * model.routed_layers / model.layers
+    return ((model.layer_params - routed) + routed / np.asarray(s.ep)) / np.asarray(s.tp)
+
+
+def routed_seconds(model: ModelSizes, s: Strategy, wires: Wires) -> Number:
+    """Seconds in which tokens reach their experts along ep, and come back, in one pass."""
+    split = np.where(s.sequence_parallel, s.tp, 1)
+    size = 2.0 * tokens_of(model, s) * model.chosen * model.hidden / split
+    one = wires.seconds("all-to-all", size, s.ep, inner_devices(s, Axis.EP))
+    return 2 * one * model.routed_layers / model.layers
 
 
 def message_seconds(

@@ -35,14 +35,48 @@ def local_params(model: ModelSizes, s: Strategy, habits: Habits) -> Number:
 
 
 def layer_params_here(model: ModelSizes, s: Strategy) -> Number:
-    """Elements of the blocks of one stage, before tp splits them."""
-    return np.ceil(model.layers / np.asarray(s.pp)) * model.layer_params
+    """Elements of the blocks of the fullest stage that one device has, before tp splits them."""
+    layers = np.ceil(model.layers / np.asarray(s.pp))
+    routed = np.minimum(layers, model.routed_layers)
+    plain = routed * model.mlp_params(model.shared_ffn)
+    plain = plain + (layers - routed) * model.mlp_params(model.plain_ffn)
+    return layers * model.attention_params + plain + expert_params_here(model, s)
+
+
+def expert_params_here(model: ModelSizes, s: Strategy) -> Number:
+    """How many of them are of experts."""
+    routed = np.minimum(np.ceil(model.layers / np.asarray(s.pp)), model.routed_layers)
+    return routed * model.mlp_params(model.experts * model.ffn) / np.asarray(s.ep)
+
+
+def sharded_params(
+    model: ModelSizes, s: Strategy, habits: Habits, plain_ways: Number, expert_ways: Number
+) -> Number:
+    """Elements that one device has where so many share everything but experts, and experts."""
+    experts = expert_params_here(model, s) / np.asarray(s.tp)
+    plain = local_params(model, s, habits) - experts
+    return plain / plain_ways + experts / expert_ways
 
 
 def _beside(comm: Number, share: float, compute: Number) -> Number:
     """Seconds that communication adds where a share of it may run beside compute."""
     hidden = np.minimum(share * comm, compute)
     return comm - hidden + (SLOWDOWN - 1) * hidden
+
+
+def _kinds_here(model: ModelSizes, s: Strategy) -> list[tuple[Number, Number, Number]]:
+    """Of everything but experts, and of experts: elements, ways, distance.
+
+    Elements are those of one stage's blocks before tp splits them, ways the devices that ZeRO
+    shards them over, distance the devices between neighbours of those.
+    """
+    experts = expert_params_here(model, s)
+    plain = (
+        layer_params_here(model, s) - experts,
+        np.asarray(s.fsdp) * s.ep,
+        inner_devices(s, Axis.EP),
+    )
+    return [plain, (experts, s.fsdp, inner_devices(s, Axis.FSDP))][: 2 if model.experts else 1]
 
 
 def gather_seconds(
@@ -62,10 +96,13 @@ def gather_seconds(
         backward: The same, backward.
     """
     layers = np.ceil(model.layers / np.asarray(s.pp))
-    size = 2.0 * model.layer_params / np.asarray(s.tp)
-    inner = inner_devices(s, Axis.FSDP)
-    gather = wires.seconds("all-gather", size, s.fsdp, inner)
-    scatter = wires.seconds("reduce-scatter", size * habits.gradient_bytes / 2, s.fsdp, inner)
+    gather: Number = 0.0
+    scatter: Number = 0.0
+    for here, ways, inner in _kinds_here(model, s):
+        size = 2.0 * here / layers / np.asarray(s.tp)
+        gather = gather + wires.seconds("all-gather", size, ways, inner)
+        wide = size * habits.gradient_bytes / 2
+        scatter = scatter + wires.seconds("reduce-scatter", wide, ways, inner)
     share = habits.overlaps_gathers
     one = _beside(layers * gather, share, forward)
     one = one + _beside(layers * (gather + scatter), share, backward)
@@ -84,15 +121,21 @@ def reduce_seconds(
         habits: The framework.
         last_backward: Seconds of the last micro-batch's backward pass.
     """
-    size, zero = local_params(model, s, habits), np.asarray(s.zero)
-    num_bytes, tp = size * habits.gradient_bytes, np.asarray(s.tp)
-    dp, fsdp = (inner_devices(s, axis) for axis in (Axis.DP, Axis.FSDP))
-    shards = np.where(zero >= 1, s.fsdp, 1)
-    over_dp = wires.seconds("all-reduce", num_bytes / shards, s.dp, dp)
-    scatter = wires.seconds("reduce-scatter", num_bytes, s.fsdp, fsdp)
-    sharded = scatter + wires.seconds("all-gather", 2.0 * size, s.fsdp, fsdp)
-    whole = wires.seconds("all-reduce", num_bytes, s.fsdp, fsdp)
-    over_fsdp = np.where(zero >= 3, 0.0, np.where(zero >= 1, sharded, whole))
+    zero, tp = np.asarray(s.zero), np.asarray(s.tp)
+    tables = local_params(model, s, habits) - layer_params_here(model, s) / tp
+    over_dp: Number = 0.0
+    over_fsdp: Number = 0.0
+    for here, ways, inner in _kinds_here(model, s):
+        size, tables = here / tp + tables, 0.0
+        num_bytes = size * habits.gradient_bytes
+        shards = np.where(zero >= 1, ways, 1)
+        outer = inner_devices(s, Axis.DP)
+        over_dp = over_dp + wires.seconds("all-reduce", num_bytes / shards, s.dp, outer)
+        scatter = wires.seconds("reduce-scatter", num_bytes, ways, inner)
+        sharded = scatter + wires.seconds("all-gather", 2.0 * size, ways, inner)
+        whole = wires.seconds("all-reduce", num_bytes, ways, inner)
+        once = np.where(zero >= 1, sharded, whole)
+        over_fsdp = over_fsdp + np.where(zero >= 3, 0.0, once)
     # A tied table has a copy on the first and on the last stage.
     table = 2 * habits.gradient_bytes * model.table_params / tp
     tied = wires.send_seconds(table, inner_devices(s, Axis.PP))
@@ -103,4 +146,6 @@ def reduce_seconds(
 def update_seconds(model: ModelSizes, s: Strategy, device: DeviceKind, habits: Habits) -> Number:
     """Seconds of the optimizer, which memory bandwidth limits."""
     shards = np.where(np.asarray(s.zero) >= 1, s.fsdp, 1)
-    return local_params(model, s, habits) / shards * habits.update_bytes / memory_rate(device)
+    plain = np.where(np.asarray(s.zero) >= 1, np.asarray(s.fsdp) * s.ep, 1)
+    size = sharded_params(model, s, habits, plain, shards)
+    return size * habits.update_bytes / memory_rate(device)

@@ -4,7 +4,8 @@ import dataclasses
 
 import numpy as np
 
-from jaxtp.cost.data_parallel import layer_params_here, local_params, vocab_ways
+from jaxtp.cost.block import block_params
+from jaxtp.cost.data_parallel import layer_params_here, sharded_params, vocab_ways
 from jaxtp.cost.habits import Habits
 from jaxtp.cost.strategy import (
     ModelSizes,
@@ -50,14 +51,18 @@ def kept_bytes(model: ModelSizes, s: Strategy, habits: Habits) -> Number:
     split = np.where(s.sequence_parallel, tp, 1)
     masks = 2 * model.hidden if model.dropout else 0
     stream = 2 * model.hidden / split
-    heads = 2 * (2 * model.width + model.kv_width) / tp
-    mlp = 2 * (3 if model.gated else 2) * model.ffn / tp
+    latents = 2 * (model.query_latent + model.kv_latent)
+    heads = 2 * (model.width + model.values + model.kv_width) / tp + latents
+    mlp = 2 * (3 if model.gated else 2) * model.active_ffn / tp
+    # What was sent to experts, and what they made of it.
+    routed = 2 * stream * model.chosen * model.routed_layers / model.layers
     scores = 0 if habits.fused_attention else habits.score_bytes * model.heads * model.seq / tp
-    everything = habits.kept_streams * stream + masks / split + heads + mlp
-    products = 2 * (model.width + model.kv_width + (2 if model.gated else 1) * model.ffn) / tp
+    everything = habits.kept_streams * stream + masks / split + heads + mlp + routed
+    ups = (2 if model.gated else 1) * model.active_ffn
+    products = 2 * (model.width + model.kv_width + ups) / tp + routed
     kept = np.where(is_recompute(s, Recompute.NONE), everything + scores, everything)
     kept = np.where(is_recompute(s, Recompute.DOTS), 2 * stream + products, kept)
-    ops = 2 * stream + products / 2 + 2 * model.width / tp
+    ops = 2 * stream + products / 2 + 2 * model.values / tp
     kept = np.where(is_recompute(s, Recompute.OPS), ops, kept)
     kept = np.where(is_recompute(s, Recompute.OUTPUTS), 2 * stream, kept)
     return np.where(is_recompute(s, Recompute.FULL, Recompute.STAGE), stream, kept)
@@ -89,7 +94,7 @@ def peak_memory(model: ModelSizes, s: Strategy, habits: Habits) -> PeakMemory:
     stacked = np.where((m > 1) & (pp == 1), 0.0, stacked)  # counted as held
     block = block + stacked
     backward = flight * kept + block
-    gathered = 2 * 2.0 * model.layer_params / np.asarray(s.tp)
+    gathered = 2 * 2.0 * block_params(model, s)
     on_loss = at_loss >= backward
     return PeakMemory(
         state=state_bytes(model, s, habits),
@@ -112,14 +117,18 @@ def _in_flight(s: Strategy, habits: Habits) -> Number:
 
 def state_bytes(model: ModelSizes, s: Strategy, habits: Habits) -> Number:
     """Bytes of parameters, gradients, master copies and moments on the fullest device."""
-    size, fsdp, zero = local_params(model, s, habits), np.asarray(s.fsdp), np.asarray(s.zero)
-    three, two = np.where(zero >= 3, fsdp, 1), np.where(zero >= 2, fsdp, 1)
-    one = np.where(zero >= 1, fsdp * np.asarray(s.cp), 1)
+    zero = np.asarray(s.zero)
+
+    def size(stage: int) -> Number:
+        """Elements of what is sharded from this ZeRO stage on."""
+        cp = np.asarray(s.cp) if stage == 1 else 1
+        plain, experts = np.asarray(s.fsdp) * s.ep * cp, np.asarray(s.fsdp) * cp
+        ways = (np.where(zero >= stage, n, 1) for n in (plain, experts))
+        return sharded_params(model, s, habits, *ways)
+
     gradients = np.where(
         np.asarray(s.micro_batches) * (np.asarray(s.pp) == 1) > 1,
         habits.held_gradient_bytes,
         habits.single_gradient_bytes,
     )
-    return (
-        size * habits.copy_bytes / three + size * gradients / two + size * habits.state_bytes / one
-    )
+    return size(3) * habits.copy_bytes + size(2) * gradients + size(1) * habits.state_bytes

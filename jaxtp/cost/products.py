@@ -56,7 +56,13 @@ def product_seconds(
 
 
 def linear_seconds(
-    device: DeviceKind, rows: Number, columns: Number, depth: Number, *, backward: bool
+    device: DeviceKind,
+    rows: Number,
+    columns: Number,
+    depth: Number,
+    *,
+    backward: bool,
+    count: Number = 1,
 ) -> Number:
     """Seconds of a projection: one product forward; two backward, for the input and the weights.
 
@@ -66,11 +72,12 @@ def linear_seconds(
         columns: Width of the result on one device, in elements.
         depth: Width of the input on one device, in elements.
         backward: Whether the backward pass is meant.
+        count: Projections of other tokens by other weights, as in experts.
     """
     if not backward:
-        return product_seconds(device, rows, columns, depth)
-    inputs = product_seconds(device, rows, depth, columns)
-    return inputs + product_seconds(device, depth, columns, rows)
+        return product_seconds(device, rows, columns, depth, count=count)
+    inputs = product_seconds(device, rows, depth, columns, count=count)
+    return inputs + product_seconds(device, depth, columns, rows, count=count)
 
 
 def memory_rate(device: DeviceKind) -> float:
@@ -82,7 +89,7 @@ def unfused_attention_seconds(
     device: DeviceKind,
     queries: Number,
     keys: Number,
-    head_dim: int,
+    head_dim: float,
     heads: Number,
     *,
     backward: bool,
@@ -114,7 +121,7 @@ def fused_attention_seconds(
     device: DeviceKind,
     queries: Number,
     keys: Number,
-    head_dim: int,
+    head_dim: float,
     heads: Number,
     *,
     backward: bool,

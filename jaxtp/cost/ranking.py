@@ -36,6 +36,7 @@ PARTS: Mapping[str, str] = {
     "gradients": "of gradients' reduction that nothing hides",
     "optimizer": "of updating state that is not sharded",
     "context": "of keys and values along cp",
+    "experts": "of tokens on their way to experts",
     "host": "of host time",
 }
 """Part of a step -> what it means where it is what makes a strategy lose."""
@@ -164,8 +165,8 @@ def rank(
     keys = (seconds, complexity(strategies), np.where(fits, bins, total), ~fits)
     devices = float(np.asarray(strategies.devices).flat[0])
     tokens = float(np.asarray(strategies.batch).flat[0]) * model.seq
-    attention = 12 * model.seq * model.width * model.layers
-    products = 6 * (model.layers * model.layer_params + model.table_params)
+    attention = 6 * model.seq * (model.width + model.values) * model.layers
+    products = 6 * (model.layers * model.active_params + model.table_params)
     flops = tokens * (products + attention) / (devices * wires.device.peak_flops)
     return Ranking(strategies, seconds, parts, memory, limit, np.lexsort(keys), flops)
 

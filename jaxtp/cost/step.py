@@ -37,6 +37,7 @@ class StepPrice:
         compute: Kernels of the blocks, the head and the embedding.
         tensor: Tensor-parallel messages that nothing hides.
         context: Messages along the context axis.
+        experts: Tokens on their way to experts and back.
         bubble: Waiting for the pipeline to fill and drain.
         sends: Micro-batches on their way to the next stage.
         gathers: Under ZeRO 3, gathers of parameters and scatters of gradients that nothing hides.
@@ -48,6 +49,7 @@ class StepPrice:
     compute: Number
     tensor: Number
     context: Number
+    experts: Number
     bubble: Number
     sends: Number
     gathers: Number
@@ -84,19 +86,21 @@ def price(model: ModelSizes, s: Strategy, wires: Wires, habits: Habits) -> StepP
     )
     compute, tensor = forward.compute + backward.compute, tensor_f + tensor_b
     context, host = forward.context + backward.context, host_f + host_b
+    experts = forward.experts + backward.experts
+    block = compute + tensor + context + experts + host
     layers, ends = np.ceil(model.layers / pp), _ends(model, s, wires, habits)
     share = np.where((pp > 1) & (not habits.last_stage_head), 1 / pp, 1.0)
     own_ends = ends.compute * share + np.where(pp == 1, ends.lookup, 0.0)
     own_messages = ends.tensor * share * np.where(pp == 1, 2, 1)
     ends_host = host_seconds(own_ends + own_messages, ENDS_LAUNCHES * habits.launch_seconds, habits)
     whole_ends = own_ends + own_messages + ends_host
-    stage = layers * (compute + tensor + context + host) + whole_ends
-    all_stages = model.layers * (compute + tensor + context + host)
+    stage, all_stages = layers * block + whole_ends, model.layers * block
     all_stages = all_stages + whole_ends * np.where(habits.last_stage_head, 1, pp)
     return StepPrice(
         compute=m * (layers * compute + own_ends),
         tensor=m * (layers * tensor + own_messages),
         context=m * layers * context,
+        experts=m * layers * experts,
         bubble=np.where(pp > 1, np.maximum(all_stages - stage, 0.0) / v, 0.0),
         sends=_send_seconds(model, s, wires, habits),
         gathers=gather_seconds(model, s, wires, habits, *_stage_compute(layers, forward, backward)),

@@ -17,7 +17,7 @@ Number = Any
 """A number or an array of numbers, one a candidate; arrays broadcast against each other."""
 
 _OUTER = tuple(axis.value for axis in Axis if axis not in (Axis.EP, Axis.TP))
-AXES = (*_OUTER, "cp", Axis.TP.value)
+AXES = (*_OUTER, "cp", Axis.EP.value, Axis.TP.value)
 """Axes that are priced, slowest first; Megatron-LM's mesh has the same order."""
 
 
@@ -38,6 +38,15 @@ class ModelSizes:
         tied: Whether the head is the token table.
         positions: Rows of a learned table of positions; 0 if there is none.
         dropout: Whether residual sums drop elements, whose masks are kept.
+        experts: MLPs of a block, of which each token has a few; 0 for a plain MLP.
+        chosen: Experts that a token has.
+        shared_ffn: Width of the experts that every token has besides, all together.
+        dense_layers: Blocks with a plain MLP where the others have experts.
+        dense_ffn: Width of their MLP.
+        value_dim: Width of one head's values, where it is not `head_dim`.
+        query_latent: Width from which queries are made, in latent attention (DeepSeek-V2, 2024).
+        kv_latent: The same for keys and values.
+        rotary_dim: Elements of a head's key that all heads share there.
     """
 
     layers: int
@@ -52,6 +61,15 @@ class ModelSizes:
     tied: bool = True
     positions: int = 0
     dropout: bool = False
+    experts: int = 0
+    chosen: int = 0
+    shared_ffn: int = 0
+    dense_layers: int = 0
+    dense_ffn: int = 0
+    value_dim: int = 0
+    query_latent: int = 0
+    kv_latent: int = 0
+    rotary_dim: int = 0
 
     @property
     def width(self) -> int:
@@ -59,20 +77,61 @@ class ModelSizes:
         return self.heads * self.head_dim
 
     @property
+    def values(self) -> int:
+        """Elements of all heads' results."""
+        return self.heads * (self.value_dim or self.head_dim)
+
+    @property
     def kv_width(self) -> int:
         """Elements of all keys and values."""
-        return 2 * self.kv_heads * self.head_dim
+        return self.kv_heads * (self.head_dim + (self.value_dim or self.head_dim))
 
     @property
-    def column_params(self) -> int:
-        """Elements of the matrices of one block that read the residual stream."""
-        ups = 2 if self.gated else 1
-        return self.hidden * (self.width + self.kv_width + ups * self.ffn)
+    def kv_up(self) -> int:
+        """Elements of keys and values that are made from their latent."""
+        return self.kv_width - self.kv_heads * self.rotary_dim
 
     @property
-    def layer_params(self) -> int:
-        """Elements of the matrices of one block."""
-        return self.column_params + self.hidden * (self.width + self.ffn)
+    def routed_layers(self) -> int:
+        """Blocks with experts."""
+        return self.layers - self.dense_layers if self.experts else 0
+
+    @property
+    def plain_ffn(self) -> int:
+        """Width of the MLP of blocks without experts."""
+        return self.dense_ffn if self.experts else self.ffn
+
+    @property
+    def active_ffn(self) -> float:
+        """Width that a token's MLPs have together, in the mean over the blocks."""
+        routed = self.chosen * self.ffn + self.shared_ffn
+        share = self.routed_layers / self.layers
+        return share * routed + (1 - share) * self.plain_ffn
+
+    @property
+    def attention_params(self) -> int:
+        """Elements of the matrices of one block's attention."""
+        out = self.hidden * self.values
+        if not self.kv_latent:
+            return self.hidden * (self.width + self.kv_width) + out
+        down = self.query_latent + self.kv_latent + self.rotary_dim
+        up = self.query_latent * self.width + self.kv_latent * self.kv_up
+        return self.hidden * down + up + out
+
+    def mlp_params(self, width: float) -> float:
+        """Elements of the matrices of an MLP of some width."""
+        return (3 if self.gated else 2) * self.hidden * width
+
+    @property
+    def layer_params(self) -> float:
+        """Elements of the matrices of one block, in the mean over the blocks."""
+        extra = self.mlp_params(self.experts * self.ffn - self.chosen * self.ffn)
+        return self.active_params + extra * self.routed_layers / self.layers
+
+    @property
+    def active_params(self) -> float:
+        """Elements of those of them that work for a token."""
+        return self.attention_params + self.mlp_params(self.active_ffn)
 
     @property
     def table_params(self) -> int:
@@ -80,7 +139,7 @@ class ModelSizes:
         return self.vocab * self.hidden
 
     @property
-    def params(self) -> int:
+    def params(self) -> float:
         """Elements of the model, norms and biases left out (less than 0.1 %)."""
         tables = self.table_params * (1 if self.tied else 2)
         return self.layers * self.layer_params + tables + self.positions * self.hidden
@@ -116,6 +175,7 @@ class Strategy:
         pp: Pipeline stages.
         rounds: Chunks of layers of each stage; more than 1 is interleaved.
         cp: Devices that a sequence is split over.
+        ep: Devices that experts are sharded over; for everything else they are data parallel.
         micro_batch: Sequences of one micro-batch on one data-parallel device.
         micro_batches: Micro-batches of one step on one data-parallel device.
         zero: What is sharded over `fsdp`: 0 nothing, 1 optimizer state, 2 gradients too, 3
@@ -132,6 +192,7 @@ class Strategy:
     pp: Number = 1
     rounds: Number = 1
     cp: Number = 1
+    ep: Number = 1
     micro_batch: Number = 1
     micro_batches: Number = 1
     zero: Number = 0
@@ -142,12 +203,12 @@ class Strategy:
     @property
     def devices(self) -> Number:
         """GPUs in all."""
-        return np.asarray(self.dp) * self.fsdp * self.tp * self.pp * self.cp
+        return np.asarray(self.dp) * self.fsdp * self.tp * self.pp * self.cp * self.ep
 
     @property
     def batch(self) -> Number:
         """Sequences of the global batch."""
-        return np.asarray(self.dp) * self.fsdp * self.micro_batch * self.micro_batches
+        return np.asarray(self.dp) * self.fsdp * self.ep * self.micro_batch * self.micro_batches
 
     def take(self, index: Any) -> "Strategy":
         """The candidates that an index array or a mask selects."""

@@ -74,7 +74,9 @@ class Wires:
         members = np.clip(self.domain // np.maximum(inner, 1), 1, size)
         domains = np.ceil(size / members)
         passes = 2 if kind == "all-reduce" else 1
-        leaving = passes * (domains - 1) / domains * np.asarray(num_bytes) / members
+        # Of an all-to-all every member has another buffer.
+        parts = 1 if kind == "all-to-all" else members
+        leaving = passes * (domains - 1) / domains * np.asarray(num_bytes) / parts
         within = self.inside(kind, num_bytes, members)
         start = LAUNCH_SECONDS * np.log2(np.maximum(domains, 2))
         across = start + np.maximum(within, leaving / self.network)

@@ -8,14 +8,16 @@ Sources of the numbers:
   (`xla/backends/gpu/target_config/specs`, embedded as text in the CUDA plugin of jax 0.12);
 - collective bandwidths: the tables of `hardware/links`;
 - peak FLOP/s: NVIDIA's data sheets, dense bfloat16;
-- NIC bandwidth: one port per GPU as in DGX systems: HDR 25 GB/s (A100), NDR 50 GB/s (the others).
+- NIC bandwidth: one port per GPU as in DGX systems: HDR 25 GB/s (A100), XDR 100 GB/s (B300, GB300:
+  ConnectX-8), NDR 50 GB/s (the others).
 
 Assumptions, where no measured number exists: an A100's links are an H100's at 600/900 of the
-bandwidth; an H200's are an H100's; a GB200's in groups of up to 8 are a B200's.
+bandwidth; an H200's are an H100's; a GB200's in groups of up to 8, and a B300's, are a B200's; a
+GB300's are a GB200's.
 
 What training sustains of the data sheet is fitted on published runs of A100s, H100s and B200s
-(`scripts/fit_cost.py`); H200 and GB200 take the shares of H100 and B200. Of an H100's products it
-is 700/989, as cuBLASLt does in XLA's table.
+(`scripts/fit_cost.py`); H200 takes the shares of H100, and GB200, B300 and GB300 those of B200. Of
+an H100's products it is 700/989, as cuBLASLt does in XLA's table.
 """
 
 import dataclasses
@@ -124,7 +126,7 @@ def _kind(
     peak: float,
     memory: int,
     hbm: float,
-    chip: tuple[int, int, int, int, float, float, int],
+    chip: tuple[int, int, int, int, float, float, int, int],
     *,
     tables: Tables,
     link_share: float = 1.0,
@@ -135,7 +137,7 @@ def _kind(
 ) -> DeviceKind:
     """One row of KINDS; `chip` lists what XLA's own description says about cores and caches."""
     product, memory_share, attention, network = sustained
-    cores, fpus, core_kib, optin_kib, l2_mib, clock, major = chip
+    cores, fpus, core_kib, optin_kib, l2_mib, clock, major, minor = chip
     config = f"""gpu_device_info {{
   threads_per_block_limit: 1024
   threads_per_warp: 32
@@ -152,7 +154,7 @@ def _kind(
   clock_rate_ghz: {clock}
   device_memory_size: {memory}
   shared_memory_per_block_optin: {optin_kib * 1024}
-  cuda_compute_capability {{ major: {major} }}
+  cuda_compute_capability {{ major: {major}{f" minor: {minor}" if minor else ""} }}
   registers_per_core_limit: 65536
   registers_per_block_limit: 65536
 }}
@@ -179,16 +181,22 @@ device_description_str: "{description}"
     )
 
 
-# cores, FPUs per core, KiB of shared memory per core and opt-in per block, MiB of L2, GHz, major
-_SM80 = (108, 64, 164, 163, 40, 1.41, 8)
-_SM90 = (132, 128, 228, 227, 50, 1.98, 9)
-_SM100_B200 = (148, 128, 228, 227, 126.5, 1.965, 10)
-_SM100_GB200 = (152, 128, 228, 227, 129.25, 2.062, 10)
+# cores, FPUs per core, KiB of shared memory per core and opt-in per block, MiB of L2, GHz, compute
+# capability
+_SM80 = (108, 64, 164, 163, 40, 1.41, 8, 0)
+_SM90 = (132, 128, 228, 227, 50, 1.98, 9, 0)
+_SM100_B200 = (148, 128, 228, 227, 126.5, 1.965, 10, 0)
+_SM100_GB200 = (152, 128, 228, 227, 129.25, 2.062, 10, 0)
+_SM103_B300 = (158, 128, 228, 227, 129.25, 1.965, 10, 3)
+_SM103_GB300 = (152, 128, 228, 227, 129.25, 2.07, 10, 3)
 # Shares of the data sheet that training sustains: products, memory, attention relative to products,
 # network. Fitted, see the docstring of the module.
 _AMPERE = (0.765, 0.9, 0.605, 0.46)
 _HOPPER = (700 / 989, 0.53, 0.363, 0.5)
 _BLACKWELL = (0.6, 0.35, 0.7, 0.5)
+# The best products measured on a B200 and on a GB200 run at 1,745 and 1,822 TFLOP/s (S. Bekman,
+# Machine Learning Engineering, compute/accelerator).
+_GRACE_BLACKWELL = (0.6 * (1822 / 2500) / (1745 / 2250), *_BLACKWELL[1:])
 _GB200_LINKS: Tables = {kind: {**BLACKWELL[kind], **RACK[kind]} for kind in RACK}
 
 KINDS: Mapping[str, DeviceKind] = {
@@ -216,7 +224,15 @@ KINDS: Mapping[str, DeviceKind] = {
         ),
         _kind(
             "gb200", "NVIDIA GB200", 2500e12, 197897748480, 7.928064e12, _SM100_GB200,
-            tables=_GB200_LINKS, sustained=_BLACKWELL, domain=72, host=4,
+            tables=_GB200_LINKS, sustained=_GRACE_BLACKWELL, domain=72, host=4,
+        ),
+        _kind(
+            "b300", "NVIDIA B300", 2250e12, 297021865984, 7.936e12, _SM103_B300,
+            tables=BLACKWELL, sustained=_BLACKWELL, nic=100e9,
+        ),
+        _kind(
+            "gb300", "NVIDIA GB300", 2500e12, 297021079552, 7.928064e12, _SM103_GB300,
+            tables=_GB200_LINKS, sustained=_GRACE_BLACKWELL, domain=72, host=4, nic=100e9,
         ),
     )
 }  # fmt: skip
@@ -230,7 +246,7 @@ def kind_of(device_kind: str) -> DeviceKind:
         BadTopology: TP012, if no known kind fits.
     """
     name = device_kind.lower()
-    for kind in ("gb200", "b200", "h200", "h100"):
+    for kind in ("gb300", "gb200", "b300", "b200", "h200", "h100"):
         if kind in name:
             return KINDS[kind]
     if "a100" in name:
@@ -388,7 +404,9 @@ class Target:
         if domains == 1:
             return inside
         network = self.device.network_share * self.device.nic_bandwidth
-        leaving = wire_bytes(kind, num_bytes / members, domains) / network
+        # Of an all-to-all every member has another buffer.
+        parts = 1 if kind == "all-to-all" else members
+        leaving = wire_bytes(kind, num_bytes / parts, domains) / network
         start = LAUNCH_SECONDS * math.log2(domains)
         return start + max(inside, leaving)
 
