@@ -145,6 +145,8 @@ def floor(compiler: Compiler) -> Section:
             step = preset(
                 model,
                 **{
+                    # On an H100 XLA computes some of gpt3's gathers twice at tp 2, to fit.
+                    "target": "h200:1x8",
                     "mesh.tp": tp,
                     "batch.size": batch * 8 // tp,
                     "seq_len": seq,
@@ -178,7 +180,7 @@ def floor(compiler: Compiler) -> Section:
     lower = all(b["peak GiB"] < a["peak GiB"] for a, b in zip(plain, split, strict=True))
     clean = all(row["types"] == "bf16" and not row["unexpected"] for row in [*plain, *split])
     return Section(
-        title=f"{layers} blocks, true widths, forward and backward, {kernel} attention, h100:1x8",
+        title=f"{layers} blocks, true widths, forward and backward, {kernel} attention, h200:1x8",
         rows=rows,
         thresholds=[
             (f"blocks at most 1.00x the floor: {blocks}x", blocks <= 1.0),
