@@ -18,6 +18,7 @@ from jaxtp.mesh.axes import Axis, MeshShape
 from jaxtp.mesh.build import refuse_explicit_context
 from jaxtp.plan.decisions import ParamDecision
 from jaxtp.plan.stages import Stages
+from jaxtp.plan.trees import Spec
 
 REPLICATED, BATCH, SEQUENCE, UNITS = "replicated", "batch", "sequence", "units"
 """What a dim of an activation is: replicated; sharded over the batch axes; sharded over the
@@ -93,6 +94,7 @@ class ActivePlan:
         stages: How stacked layers are assigned along the pp axis; None without one, and inside a
             stage.
         params_cut: Whether the batch axes shard parameters too.
+        experts: Shape and spec of the weights of stacked experts.
     """
 
     shape: MeshShape
@@ -103,6 +105,7 @@ class ActivePlan:
     decisions: tuple[ParamDecision, ...] = dataclasses.field(default=(), hash=False)
     stages: Stages | None = None
     params_cut: bool = False
+    experts: frozenset[tuple[tuple[int, ...], Spec]] = frozenset()
 
     @property
     def batch(self) -> tuple[str, ...]:
@@ -176,6 +179,7 @@ def use_plan(plan: ActivationPlan, mesh: Mesh) -> Generator[None]:
         decisions=plan.decisions if interleave else (),
         stages=plan.stages,
         params_cut=any(d.dim_on(plan.mesh.batch) is not None for d in plan.decisions),
+        experts=frozenset((d.shape, d.spec) for d in plan.decisions if d.role == "expert"),
     )
     with _active(active):
         yield

@@ -57,7 +57,7 @@ def resolve(config: Config, num_devices: int) -> Config:
         config,
         mesh=mesh,
         zero=dataclasses.replace(zero, stage=stage),
-        batch=_fill_batch(batch, mesh.dp * mesh.fsdp),
+        batch=_fill_batch(batch, mesh.data_ways),
         pipeline=dataclasses.replace(config.pipeline, micro_batches=micro_batches),
     )
 

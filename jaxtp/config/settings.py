@@ -4,6 +4,7 @@ Text becomes a `Config` in `jaxtp.config.files`; sizes are filled in by `jaxtp.c
 """
 
 import dataclasses
+import math
 import types
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -37,11 +38,20 @@ class Mesh:
     """Devices that the batch and, by `zero.stage`, the train state are sharded over; -1 as for
     `dp`."""
 
+    ep: int = 1
+    """Devices that experts are sharded over, and the batch with them."""
+
     @property
     def sizes(self) -> dict[Axis, int]:
         """Devices along each axis that a run may have, in the order of the mesh."""
         settings = {field.name for field in dataclasses.fields(self)}
         return {axis: getattr(self, axis) for axis in Axis if axis.value in settings}
+
+    @property
+    def data_ways(self) -> int:
+        """Devices that each have other sequences: those along all axes that shard the batch."""
+        sizes = self.sizes
+        return math.prod(sizes[axis] for axis in Axis.that_shard(Shards.BATCH) if axis in sizes)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

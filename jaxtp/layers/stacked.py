@@ -38,6 +38,9 @@ Rows = Mapping[str, Any]
 Layer = Callable[[jax.Array, PyTree, Context], jax.Array]
 """`(x, parameters of one layer, context) -> x`."""
 
+Counting = Callable[[jax.Array, PyTree, Context], tuple[jax.Array, PyTree]]
+"""The same with what the layer counts beside it, scalars of its batch."""
+
 
 def scan_layers(
     body: Layer,
@@ -65,6 +68,36 @@ def scan_layers(
         SizeMismatch: TP003, if the batch does not divide into replicas x micro-batches.
         BadStages: TP074, if the parameters are not stored for the stages.
     """
+
+    def counting(x: jax.Array, params: PyTree, context: Context) -> tuple[jax.Array, PyTree]:
+        return body(x, params, context), ()
+
+    return scan_counting(
+        counting, x_BTD, params, sums=(), context=context, remat=remat, rows=rows
+    )[0]
+
+
+def scan_counting(
+    body: Counting,
+    x_BTD: jax.Array,
+    params: PyTree,
+    *,
+    sums: PyTree,
+    context: Context | None = None,
+    remat: str = "none",
+    rows: Rows | None = None,
+) -> tuple[jax.Array, PyTree]:
+    """`scan_layers` of layers that count something: what they count, summed over all of them.
+
+    Args:
+        body: One layer.
+        x_BTD: See `scan_layers`, as for what follows.
+        params: See there.
+        sums: The sums of no layers, zeros.
+        context: See there.
+        remat: See there.
+        rows: See there.
+    """
     policies, active = remat_of(remat), active_plan()
     if policies.layer is not None:
         # A scan body is compiled on its own, so XLA cannot merge recomputation with the first run.
@@ -72,12 +105,17 @@ def scan_layers(
     context, rows = context or {}, rows or {}
     if active is None or active.stages is None:
 
-        def step(x: jax.Array, layer: tuple[PyTree, Rows]) -> tuple[jax.Array, None]:
-            return body(x, layer[0], {**context, **layer[1]}), None
+        def step(carry: _Carry, layer: tuple[PyTree, Rows]) -> tuple[_Carry, None]:
+            x, found = body(carry[0], layer[0], {**context, **layer[1]})
+            return (x, jax.tree.map(jnp.add, carry[1], found)), None
 
-        return jax.lax.scan(step, x_BTD, (params, rows))[0]
+        return jax.lax.scan(step, (x_BTD, sums), (params, rows))[0]
     pipe = _Pipeline(body, policies.chunk, active, active.stages, rows)
-    return _in_stages(pipe, x_BTD, params, context)
+    return _in_stages(pipe, x_BTD, params, context, sums)
+
+
+_Carry = tuple[jax.Array, PyTree]
+"""The residual stream, and what was counted so far."""
 
 
 def runs_in_stages(jaxpr: Jaxpr, axis: str) -> bool:
@@ -100,7 +138,7 @@ class _Pipeline:
         rows: See `scan_layers`.
     """
 
-    layer: Layer
+    layer: Counting
     keep: Policy
     active: ActivePlan
     stages: Stages
@@ -142,17 +180,22 @@ class _Pipeline:
         return x.reshape(*cut, -1, *x.shape[1:])
 
 
-def _in_stages(pipe: _Pipeline, x_BTD: jax.Array, params: PyTree, context: Context) -> jax.Array:
-    """`scan_layers` in stages."""
+def _in_stages(
+    pipe: _Pipeline, x_BTD: jax.Array, params: PyTree, context: Context, sums: PyTree
+) -> tuple[jax.Array, PyTree]:
+    """`scan_counting` in stages."""
     active, shape = pipe.active, pipe.active.shape
     _check(pipe, x_BTD, params)
     replicas = PartitionSpec(pipe.manual_batch or None)
     sides = jax.tree.map(lambda x: PartitionSpec() if x.shape[0] == 1 else replicas, dict(context))
     run = jax.shard_map(
-        functools.partial(_stage, pipe),
+        functools.partial(_stage, pipe, sums),
         mesh=active.here,
         in_specs=(PartitionSpec(pipe.axis, *replicas), PartitionSpec(pipe.axis), sides),
-        out_specs=PartitionSpec(pipe.axis, *replicas),
+        out_specs=(
+            PartitionSpec(pipe.axis, *replicas),
+            PartitionSpec((pipe.axis, *pipe.manual_batch)),
+        ),
         axis_names={pipe.axis, *pipe.manual_batch},
         check_vma=False,
     )
@@ -161,10 +204,11 @@ def _in_stages(pipe: _Pipeline, x_BTD: jax.Array, params: PyTree, context: Conte
     place = (pipe.axis, shape.batch, active.sequence, None)
     x_BTD = constrain(x_BTD, "residual")
     x_SBTD = jnp.broadcast_to(x_BTD[None], (pipe.stages.num_stages, *x_BTD.shape))
-    out_SBTD = run(active.place(x_SBTD, *place), params, dict(context))
+    out_SBTD, counted = run(active.place(x_SBTD, *place), params, dict(context))
     # Not jnp.sum, which adds in float32 and would move twice the bytes.
     out_BTD = jax.lax.reduce_sum(active.place(out_SBTD, *place), (0,))
-    return constrain(out_BTD, "residual")
+    total = jax.tree.map(functools.partial(jnp.sum, axis=0), counted)
+    return constrain(out_BTD, "residual"), total
 
 
 def _check(pipe: _Pipeline, x_BTD: jax.Array, params: PyTree) -> None:
@@ -186,8 +230,13 @@ def _check(pipe: _Pipeline, x_BTD: jax.Array, params: PyTree) -> None:
         )
 
 
-def _stage(pipe: _Pipeline, x_SBTD: jax.Array, params: PyTree, context: Context) -> jax.Array:
-    """All ticks of one stage; zeros from all but the last one, whose result counts."""
+def _stage(
+    pipe: _Pipeline, sums: PyTree, x_SBTD: jax.Array, params: PyTree, context: Context
+) -> tuple[jax.Array, PyTree]:
+    """All ticks of one stage; zeros from all but the last one, whose result counts.
+
+    What its layers count has a leading dim of 1, for all stages and replicas to be summed.
+    """
     stages, axis = pipe.stages, pipe.axis
     stage, last = jax.lax.axis_index(axis), stages.num_stages - 1
     ring = [(s, (s + 1) % stages.num_stages) for s in range(stages.num_stages)]
@@ -197,21 +246,23 @@ def _stage(pipe: _Pipeline, x_SBTD: jax.Array, params: PyTree, context: Context)
     context = jax.tree.map(pipe.split, context)
 
     def tick(
-        carry: tuple[jax.Array, jax.Array], order: _Orders
-    ) -> tuple[tuple[jax.Array, jax.Array], None]:
-        arrived_BTD, buffer_RMBTD = carry
+        carry: tuple[jax.Array, jax.Array, PyTree], order: _Orders
+    ) -> tuple[tuple[jax.Array, jax.Array, PyTree], None]:
+        arrived_BTD, buffer_RMBTD, counted = carry
         x_BTD = jnp.where(order.enters, _take(buffer_RMBTD, order.micro), arrived_BTD)
-        x_BTD = _chunk(pipe, x_BTD, chunks, context, order)
+        x_BTD, found = _chunk(pipe, (x_BTD, sums), chunks, context, order)
         # The last stage's buffer ends as the result. The others' holds what comes in until then.
         buffer_RMBTD = jax.lax.dynamic_update_index_in_dim(
             buffer_RMBTD, x_BTD.reshape(buffer_RMBTD[:, 0].shape), order.micro, axis=1
         )
-        return (jax.lax.ppermute(x_BTD, axis, ring), buffer_RMBTD), None
+        counted = jax.tree.map(jnp.add, counted, found)
+        return (jax.lax.ppermute(x_BTD, axis, ring), buffer_RMBTD, counted), None
 
     with in_force(pipe.inner):
-        carry = (jnp.zeros_like(_take(x_RMBTD, 0)), x_RMBTD)
-        (_, out_RMBTD), _ = jax.lax.scan(tick, carry, _orders(stages, stage))
-    return jnp.where(stage == last, out_RMBTD, 0).reshape(x_SBTD.shape)
+        carry = (jnp.zeros_like(_take(x_RMBTD, 0)), x_RMBTD, sums)
+        (_, out_RMBTD, counted), _ = jax.lax.scan(tick, carry, _orders(stages, stage))
+    out_SBTD = jnp.where(stage == last, out_RMBTD, 0).reshape(x_SBTD.shape)
+    return out_SBTD, jax.tree.map(lambda x: x[None], counted)
 
 
 class _Orders(NamedTuple):
@@ -248,36 +299,37 @@ def _orders(stages: Stages, stage: jax.Array) -> _Orders:
 
 
 def _chunk(
-    pipe: _Pipeline, x_BTD: jax.Array, chunks: PyTree, context: Context, order: _Orders
-) -> jax.Array:
-    """One micro-batch behind the layers that a stage runs in one tick."""
+    pipe: _Pipeline, carry: _Carry, chunks: PyTree, context: Context, order: _Orders
+) -> _Carry:
+    """One micro-batch behind the layers that a stage runs in one tick, and what they count."""
     counts = sorted({count for around in pipe.stages.layers for count in around})
 
     # Weights and context are cut out inside, so that every tick recomputes the cut and none keeps a
     # copy.
     @functools.partial(jax.checkpoint, policy=pipe.keep, prevent_cse=False)
-    def run(x_BTD: jax.Array, chunks: PyTree, context: Context, order: _Orders) -> jax.Array:
+    def run(carry: _Carry, chunks: PyTree, context: Context, order: _Orders) -> _Carry:
         own = jax.tree.map(lambda c: _take(c, order.micro), dict(context))
 
-        def layer(x_BTD: jax.Array, row: tuple[PyTree, Rows]) -> tuple[jax.Array, None]:
-            x_BTD = checkpoint_name(constrain(x_BTD, "residual"), LAYER_INPUT)
-            return constrain(pipe.layer(x_BTD, row[0], {**own, **row[1]}), "residual"), None
+        def layer(carry: _Carry, row: tuple[PyTree, Rows]) -> tuple[_Carry, None]:
+            x_BTD = checkpoint_name(constrain(carry[0], "residual"), LAYER_INPUT)
+            x_BTD, found = pipe.layer(x_BTD, row[0], {**own, **row[1]})
+            return (constrain(x_BTD, "residual"), jax.tree.map(jnp.add, carry[1], found)), None
 
         # Branches, not masks: a stage with fewer layers, or without a micro-batch, is done earlier.
         # Between two counts that occur a chunk has all layers or none, so one branch serves them.
         # All devices of a stage take the same one, and their collectives meet.
         for first, end in itertools.pairwise((0, *counts)):
             rows = jax.tree.map(functools.partial(_rows, order.turn, first, end), chunks)
-            x_BTD = jax.lax.cond(
+            carry = jax.lax.cond(
                 order.layers >= end,
-                lambda x_BTD, rows: jax.lax.scan(layer, x_BTD, rows)[0],
-                lambda x_BTD, _: x_BTD,
-                x_BTD,
+                lambda carry, rows: jax.lax.scan(layer, carry, rows)[0],
+                lambda carry, _: carry,
+                carry,
                 rows,
             )
-        return x_BTD
+        return carry
 
-    return run(x_BTD, chunks, context, order)
+    return run(carry, chunks, context, order)
 
 
 def _rows(turn: jax.Array, first: int, end: int, w: jax.Array) -> jax.Array:

@@ -64,7 +64,7 @@ class Axis(StrEnum):
         "fsdp", [Shards.BATCH, Shards.PARAMETERS, Shards.OPTIMIZER_STATE], Links.NETWORK,
         "batch, parameters and optimizer state",
     )
-    EP = "ep", [Shards.EXPERTS], Links.FAST, "experts"
+    EP = "ep", [Shards.BATCH, Shards.EXPERTS], Links.FAST, "experts, and batch"
     TP = (
         "tp", [Shards.PARAMETERS, Shards.OPTIMIZER_STATE, Shards.EXPERTS, Shards.SEQUENCE],
         Links.FAST, "tensor parallelism",

@@ -52,6 +52,10 @@ Positive = Annotated[float, Bounds(1e-12, 1e12)]
 """A factor, a cap, or the base of frequencies."""
 
 
+Coefficient = Annotated[float, Bounds(0.0, 1e6)]
+"""What a loss is multiplied by."""
+
+
 @functools.cache
 def bounds_of(kind: type) -> dict[str, Bounds]:
     """Field -> bounds, of a dataclass."""

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from jaxtp.errors import SizeMismatch
 from jaxtp.models.cache import Cache, scan_cached
-from jaxtp.models.layers import Layer, normed, scan_layers
+from jaxtp.models.layers import Layer, Sums, normed, scan_layers
 
 
 def default_positions(tokens_BT: jax.Array) -> jax.Array:
@@ -54,13 +54,22 @@ class Decoder(nnx.Module):
         segment_ids_BT: jax.Array | None = None,
     ) -> jax.Array:
         """Final normed hidden states, (batch, tokens, hidden size); arguments as for a call."""
+        return self.hidden_and_sums(tokens_BT, positions_BT, segment_ids_BT)[0]
+
+    def hidden_and_sums(
+        self,
+        tokens_BT: jax.Array,
+        positions_BT: jax.Array | None = None,
+        segment_ids_BT: jax.Array | None = None,
+    ) -> tuple[jax.Array, Sums | None]:
+        """The same, and what experts count on the way; None for a model without experts."""
         if positions_BT is None:
             self.check_length(tokens_BT.shape[1])
             positions_BT = default_positions(tokens_BT)
         x_BTD = self.embed(tokens_BT, positions_BT)
         context, rows = self.context(positions_BT, segment_ids_BT)
-        x_BTD = scan_layers(self.stacked, x_BTD, context, self.config.remat, rows)
-        return normed(self.last_norm, x_BTD)
+        x_BTD, sums = scan_layers(self.stacked, x_BTD, context, self.config.remat, rows)
+        return normed(self.last_norm, x_BTD), sums
 
     def extend(
         self, tokens_BT: jax.Array, cache: Cache, slot: jax.Array, first_B: jax.Array

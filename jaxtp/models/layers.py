@@ -10,9 +10,10 @@ heads, H head width, F MLP width, V vocab. They name logical dims, never shards.
 import dataclasses
 import warnings
 from collections.abc import Callable, Mapping
-from typing import ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
@@ -112,6 +113,11 @@ class Layer(nnx.Module):
         """In the order in which they run."""
         raise NotImplementedError
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether a branch takes a `tally`."""
+        return any(TALLY in branch.takes for branch in self.branches)
+
     def __call__(self, x_BTD: jax.Array, context: Mapping[str, jax.Array | None]) -> jax.Array:
         """The residual stream after this layer, (batch, tokens, hidden size)."""
         for branch in self.branches:
@@ -127,6 +133,31 @@ class Layer(nnx.Module):
 
 
 AnyLayer = TypeVar("AnyLayer", bound=nnx.Module)
+
+TALLY = "tally"
+"""What a block of experts takes to count with, a `Tally`."""
+
+Sums = dict[str, jax.Array]
+"""What the experts of all layers count, float32 scalars summed over tokens and layers: the losses
+`load_balance` and `router_z`, see `jaxtp.models.moe`; and of tokens x chosen how many were
+`assigned` and how many of those `dropped`."""
+
+
+class Tally:
+    """Collects the sums of one layer while it runs."""
+
+    def __init__(self) -> None:
+        self.sums = no_sums()
+
+    def add(self, found: Sums) -> None:
+        """Adds those of one mixture of experts."""
+        self.sums = jax.tree.map(jnp.add, self.sums, found)
+
+
+def no_sums() -> Sums:
+    """Those of no layers."""
+    names = ("load_balance", "router_z", "assigned", "dropped")
+    return {name: jnp.float32(0) for name in names}
 
 
 def _same(x: jax.Array) -> jax.Array:
@@ -144,7 +175,7 @@ def scan_layers(
     context: Mapping[str, jax.Array | None],
     remat: str,
     rows: stacked.Rows | None = None,
-) -> jax.Array:
+) -> tuple[jax.Array, Sums | None]:
     """Runs stacked layers one after the other; compile time does not grow with depth.
 
     Under a plan with `overlap="aggressive"` two halves of the batch take turns instead, where they
@@ -157,12 +188,15 @@ def scan_layers(
         context: What blocks take beside their input, (batch or 1, ...), the same for all layers.
         remat: Key of `jaxtp.remat.REMAT`.
         rows: What differs between layers and is no parameter, (layers, ...), by name.
+
+    Returns:
+        The residual stream behind the last layer; and what experts count, None without any.
     """
     active = active_plan()
     if active is not None and active.interleave and active.shape.tp_size > 1:
         try:
             _check_alike(layers, rows)
-            return _interleave(layers, x_BTD, context, remat, active)
+            return _interleave(layers, x_BTD, context, remat, active), None
         except NotInterleaved as obstacle:
             warnings.warn(str(obstacle), JaxtpWarning, stacklevel=3)
     graph, params = nnx.split(layers)
@@ -172,7 +206,16 @@ def scan_layers(
     ) -> jax.Array:
         return nnx.merge(graph, params)(x_BTD, context)
 
-    return stacked.scan_layers(layer, x_BTD, params, context=context, remat=remat, rows=rows)
+    def counting(
+        x_BTD: jax.Array, params: nnx.State, context: Mapping[str, Any]
+    ) -> tuple[jax.Array, Sums]:
+        tally = Tally()
+        return nnx.merge(graph, params)(x_BTD, {**context, TALLY: tally}), tally.sums
+
+    how: Any = {"context": context, "remat": remat, "rows": rows}
+    if layers.has_experts:
+        return stacked.scan_counting(counting, x_BTD, params, sums=no_sums(), **how)
+    return stacked.scan_layers(layer, x_BTD, params, **how), None
 
 
 def _check_alike(layers: Layer, rows: stacked.Rows | None) -> None:
@@ -180,6 +223,8 @@ def _check_alike(layers: Layer, rows: stacked.Rows | None) -> None:
         raise NotInterleaved(
             f"layers differ in {join(sorted(rows))}", where="layers", fix='overlap="off"'
         )
+    if layers.has_experts:
+        raise NotInterleaved("experts choose tokens", where="layers", fix='overlap="off"')
     if any(branch.post_norm or not branch.norm for branch in layers.branches):
         raise NotInterleaved(
             "blocks have norms at their outputs", where="layers", fix='overlap="off"'

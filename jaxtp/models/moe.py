@@ -1,15 +1,19 @@
 """Mixture of experts: a router that chooses a few of many MLPs for every token.
 
-Shape suffixes as in `jaxtp.models.layers`, and E experts.
+Shape suffixes as in `jaxtp.models.layers`, and E experts, C those chosen for a token, G groups.
 """
 
+import dataclasses
 from collections.abc import Callable
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtp.models.layers import stack_layers
+from jaxtp.layers.experts import Capacity, ExpertWeights, Gate, run_experts
+from jaxtp.models.layers import Sums, Tally, stack_layers
+from jaxtp.models.projections import Linear
 
 
 class GatedMLP(nnx.Module):
@@ -21,49 +25,160 @@ class GatedMLP(nnx.Module):
     act: Callable[[jax.Array], jax.Array]
 
 
-class MoE(nnx.Module):
-    """Weighted sum of the MLPs that the router likes best for a token.
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Routing:
+    """How experts are chosen.
 
-    Every expert sees every token, and those that were not chosen are multiplied by zero: exact for
-    any routing, no token is dropped, and experts cost one all-reduce like a dense MLP, whether a
-    plan puts whole experts or slices of all of them on a device. The price is arithmetic: experts /
-    chosen times what sparse dispatch needs, 4 for Mixtral's 2 of 8.
+    Attributes:
+        num_chosen: Experts for each token.
+        scoring: What makes affinities of the router's scores, over all experts or for each alone.
+        normalise: Whether the weights of a token sum to one, as in Mixtral.
+        scale: What weights are multiplied by, as in DeepSeek-V3.
+        num_groups: Groups of experts; a token chooses within the best `num_groups_chosen`.
+        num_groups_chosen: See there.
+        group_rank: How many of its best experts a group is judged by: 1 in DeepSeek-V2, 2 in V3.
+    """
+
+    num_chosen: int
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    normalise: bool = True
+    scale: float = 1.0
+    num_groups: int = 1
+    num_groups_chosen: int = 1
+    group_rank: int = 2
+
+
+class MoE(nnx.Module):
+    """Weighted sum of the MLPs that the router likes best for a token, and of shared ones.
+
+    Each expert works on the tokens that chose it alone, see `jaxtp.layers.experts`.
     """
 
     def __init__(
         self,
-        router: nnx.LinearGeneral,
+        router: Linear,
         make_expert: Callable[[nnx.Rngs], GatedMLP],
         num_experts: int,
-        num_chosen: int,
+        routing: Routing,
+        capacity: Capacity,
         rngs: nnx.Rngs,
+        *,
+        shared: nnx.Module | None = None,
+        has_correction: bool = False,
     ) -> None:
         self.router = router
         self.experts = stack_layers(make_expert, num_experts, rngs)
-        self.num_chosen = num_chosen
+        self.routing, self.capacity = routing, capacity
+        if has_correction:
+            self.e_score_correction_bias = nnx.Param(jnp.zeros(num_experts, jnp.float32))
+        if shared is not None:
+            self.shared_experts = shared
 
-    def __call__(self, h_BTD: jax.Array) -> jax.Array:
-        """The experts' result, (batch, tokens, hidden size)."""
-        weights_BTE = route(self.router(h_BTD), self.num_chosen)
-        experts, dtype = self.experts, h_BTD.dtype
-        gate_EDF, up_EDF, down_EFD = (
-            linear.kernel[...].astype(dtype)
-            for linear in (experts.gate_proj, experts.up_proj, experts.down_proj)
+    def __call__(self, h_BTD: jax.Array, tally: Tally | None = None) -> jax.Array:
+        """The experts' result, (batch, tokens, hidden size).
+
+        Args:
+            h_BTD: The normed residual stream.
+            tally: Takes what is counted.
+        """
+        scores_BTE = self.router(h_BTD).astype(jnp.float32)
+        correction = getattr(self, "e_score_correction_bias", None)
+        weights_BTC, index_BTC = choose(
+            scores_BTE, self.routing, None if correction is None else correction[...]
         )
-        gate_EBTF = jnp.einsum("btd,edf->ebtf", h_BTD, gate_EDF)
-        inner_EBTF = experts.act(gate_EBTF) * jnp.einsum("btd,edf->ebtf", h_BTD, up_EDF)
-        # Weighted before the last product, which then sums over experts too: no (experts, batch,
-        # tokens, hidden size) array, and one all-reduce.
-        weighted_EBTF = inner_EBTF * weights_BTE.astype(dtype).transpose(2, 0, 1)[..., None]
-        return jnp.einsum("ebtf,efd->btd", weighted_EBTF, down_EFD)
+        out_BTD, dropped = run_experts(
+            h_BTD, weights_BTC, index_BTC, self._weights(h_BTD.dtype), self._gate, self.capacity
+        )
+        if tally is not None:
+            assigned = {"dropped": dropped, "assigned": jnp.float32(index_BTC.size)}
+            sums = balance(scores_BTE, index_BTC, self.routing) | assigned
+            tally.add(jax.tree.map(jnp.float32, sums))
+        if (shared := getattr(self, "shared_experts", None)) is not None:
+            out_BTD = out_BTD + shared(h_BTD)
+        return out_BTD
+
+    def _weights(self, dtype: jnp.dtype) -> ExpertWeights:
+        experts = self.experts
+        linears = (experts.gate_proj, experts.up_proj, experts.down_proj)
+        biases = (None if x.bias is None else x.bias[...].astype(dtype) for x in linears)
+        return ExpertWeights(*(x.kernel[...].astype(dtype) for x in linears), *biases)
+
+    @property
+    def _gate(self) -> Gate:
+        act = self.experts.act
+        return lambda gate, up: act(gate) * up
 
 
-def route(scores_BTE: jax.Array, num_chosen: int) -> jax.Array:
-    """Weight of every expert for every token, (batch, tokens, experts), in fp32; rows sum to one.
+def choose(
+    scores_BTE: jax.Array, routing: Routing, correction_E: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Weights and experts of every token, float32 and int32 (batch, tokens, chosen).
 
-    Softmax over the largest `num_chosen` scores, zero elsewhere: section 2.1 of the Mixtral paper
-    (Jiang et al. 2024).
+    Softmax over the chosen scores as in section 2.1 of the Mixtral paper (Jiang et al. 2024), where
+    weights are normalised; sigmoid, groups and correction as in section 2.1.2 of the DeepSeek-V3
+    report (2024).
+
+    Args:
+        scores_BTE: The router's.
+        routing: How to choose.
+        correction_E: Added to affinities for the choice, not for the weights: what balances the
+            load without a loss. It has no gradient.
     """
-    top_BTC, index_BTC = jax.lax.top_k(scores_BTE.astype(jnp.float32), num_chosen)
-    chosen_BTCE = jax.nn.one_hot(index_BTC, scores_BTE.shape[-1])
-    return jnp.sum(chosen_BTCE * jax.nn.softmax(top_BTC, axis=-1)[..., None], axis=-2)
+    scores_BTE = scores_BTE.astype(jnp.float32)
+    affinity_BTE = affinities(scores_BTE, routing)
+    wanted_BTE = jax.lax.stop_gradient(affinity_BTE)
+    if correction_E is not None:
+        wanted_BTE = wanted_BTE + jax.lax.stop_gradient(correction_E.astype(jnp.float32))
+    if routing.num_groups > 1:
+        wanted_BTE = _within_groups(wanted_BTE, routing)
+    index_BTC = jax.lax.top_k(wanted_BTE, routing.num_chosen)[1]
+    weights_BTC = jnp.take_along_axis(affinity_BTE, index_BTC, axis=-1)
+    if routing.normalise:
+        weights_BTC = weights_BTC / (jnp.sum(weights_BTC, axis=-1, keepdims=True) + 1e-20)
+    return weights_BTC * routing.scale, index_BTC
+
+
+def affinities(scores_BTE: jax.Array, routing: Routing) -> jax.Array:
+    """What weights are made of, positive, like `scores_BTE`."""
+    if routing.scoring == "sigmoid":
+        return jax.nn.sigmoid(scores_BTE)
+    return jax.nn.softmax(scores_BTE, axis=-1)
+
+
+def _within_groups(wanted_BTE: jax.Array, routing: Routing) -> jax.Array:
+    """The same with nothing left of the groups that a token does not choose."""
+    wanted_BTGE = wanted_BTE.reshape(*wanted_BTE.shape[:2], routing.num_groups, -1)
+    best_BTG = jnp.sum(jax.lax.top_k(wanted_BTGE, routing.group_rank)[0], axis=-1)
+    chosen_BTG = jax.lax.top_k(best_BTG, routing.num_groups_chosen)[1]
+    is_chosen_BTG = jnp.any(
+        chosen_BTG[..., None] == jnp.arange(routing.num_groups), axis=-2
+    )
+    kept_BTGE = jnp.where(is_chosen_BTG[..., None], wanted_BTGE, -jnp.inf)
+    return kept_BTGE.reshape(wanted_BTE.shape)
+
+
+def balance(scores_BTE: jax.Array, index_BTC: jax.Array, routing: Routing) -> Sums:
+    """Two losses, each summed over tokens, so that they do not depend on how a batch is split.
+
+    `load_balance`: within each sequence, experts x the sum over experts of the share of choices
+    that an expert has times its mean affinity; 1 a token when balanced. Equations 4 to 6 of the
+    Switch Transformer paper (Fedus et al. 2022), taken sequence by sequence as in equations 17 to
+    20 of the DeepSeek-V3 report. `router_z`: the square of the log of the sum of exponentials of
+    a token's scores, equation 5 of ST-MoE (Zoph et al. 2022).
+
+    Args:
+        scores_BTE: The router's, float32.
+        index_BTC: The chosen experts.
+        routing: How they were chosen.
+    """
+    num_tokens, num_experts = scores_BTE.shape[1:]
+    affinity_BTE = affinities(scores_BTE, routing)
+    share_BTE = affinity_BTE / jnp.sum(affinity_BTE, axis=-1, keepdims=True)
+    is_chosen = index_BTC[..., None] == jnp.arange(num_experts)
+    counts_BE = jnp.sum(is_chosen, axis=(1, 2), dtype=jnp.float32)
+    fraction_BE = counts_BE / (num_tokens * routing.num_chosen)
+    both_B = jnp.sum(fraction_BE * jnp.sum(share_BTE, axis=1), axis=-1)
+    return {
+        "load_balance": num_experts * jnp.sum(both_B),
+        "router_z": jnp.sum(jax.nn.logsumexp(scores_BTE, axis=-1) ** 2),
+    }

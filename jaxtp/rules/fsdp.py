@@ -1,5 +1,8 @@
 """ZeRO over the fsdp axis: which dim of each array it shards, on top of tensor parallelism.
 
+What is replicated along an ep axis, so all but experts, is sharded over both together: 64 devices
+along ep would otherwise each hold all of attention.
+
 One rule serves all stages, since a moment, a gradient and its parameter have the same shape. The
 axis never shards a dim that counts layers: a loop over layers would then fetch each layer from the
 one group that holds it, instead of a piece from everybody.
@@ -56,30 +59,38 @@ def _spread(
     decision: ParamDecision, core: frozenset[int] | None, mesh: MeshShape, stage: int
 ) -> ParamDecision:
     """One decision; `core` are the dims that do not count layers, None for a small array."""
-    name = mesh.name_of(Axis.FSDP)
+    name, other = mesh.name_of(Axis.FSDP), mesh.name_of(Axis.EP)
     if any(name in axes for axes in decision.spec):
         return decision  # the user or an annotation has put it there
-    dim = None if core is None else _best_dim(decision, core, mesh)
-    axis = f"{name}={mesh[name]}"
+    over, dim = (name,), None
+    if core is not None and other and decision.dim_on([other]) is None:
+        over = (name, other)
+        dim = _best_dim(decision, core, mesh, over)
+    if core is not None and dim is None:
+        over = (name,)
+        dim = _best_dim(decision, core, mesh, over)
+    axis = " x ".join(f"{axis}={mesh[axis]}" for axis in over)
     if dim is None:
         return _explained(
             decision, f"{axis}: {'replicated, small' if core is None else 'not divisible'}"
         )
-    spec = tuple((*axes, name) if d == dim else axes for d, axes in enumerate(decision.spec))
+    spec = tuple((*axes, *over) if d == dim else axes for d, axes in enumerate(decision.spec))
     if stage == 3:
         return _explained(decision, f"{axis} on dim {dim}", spec=spec)
     held = "optimizer state" if stage == 1 else "optimizer state and gradient"
     return _explained(decision, f"{axis} on dim {dim} of {held}", state_spec=spec)
 
 
-def _best_dim(decision: ParamDecision, core: frozenset[int], mesh: MeshShape) -> int | None:
-    """The dim for the fsdp axis: free of the tensor axis where possible, then the largest.
+def _best_dim(
+    decision: ParamDecision, core: frozenset[int], mesh: MeshShape, over: Sequence[str]
+) -> int | None:
+    """The dim for the axes of ZeRO: free of the tensor axis where possible, then the largest.
 
     A dim that carries both is sharded by fsdp inside the shard that tp leaves, so that gathering
     over fsdp gives back what tensor parallelism needs.
     """
     stored = decision.stored
-    ways = mesh.size_of(Axis.FSDP)
+    ways = mesh.ways(over)
     legal = [d for d in core if stored[d] % (mesh.ways(decision.spec[d]) * ways) == 0]
     return max(legal, key=lambda d: (not decision.spec[d], stored[d], -d), default=None)
 

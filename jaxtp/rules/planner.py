@@ -14,6 +14,7 @@ from jaxtp.plan.stages import Stages
 from jaxtp.rules import (
     annotations,
     dataflow,
+    experts,
     fallback,
     fsdp,
     fused,
@@ -80,7 +81,8 @@ def make_plan(
     Raises:
         NoTensorAxis: TP013, if the mesh has no tensor axis.
         ConflictingDecisions, UnusedOverride, BadSpec: TP001, TP040, TP044, on overrides.
-        SizeMismatch: TP003, if given sizes fit no kernel or a given spec does not divide.
+        SizeMismatch: TP003, if given sizes fit no kernel, a given spec does not divide, or an ep
+            axis does not divide the experts.
         BadConfig: TP020, for an unknown policy or ZeRO stage, or a vocabulary that would be padded
             for a model that does not mask its logits.
         BadStages: TP074, on a pp axis, if there are no stacked layers or `stages` does not fit.
@@ -99,14 +101,18 @@ def make_plan(
         *annotations.override_votes(leaves, shape, overrides or {}),
     ]
     claims = resolve.decide(leaves, votes)
-    shape, decisions = fallback.fit(claims, shape, policy, pad_vocab=bool(pad_vocab))
+    shape, decisions = fallback.fit(
+        experts.share(claims, shape), shape, policy, pad_vocab=bool(pad_vocab)
+    )
     fallback.check_masked(decisions, pad_vocab, config, traced.masked)
     decisions = fused.hold(claims, decisions, shape, policy)
+    decisions = experts.spread(claims, decisions, shape)
     stages, decisions = pipeline.deal(claims, decisions, shape, stages)
     decisions = fsdp.spread(claims, decisions, shape, zero)
     notes = (
         *annotations.unknown_names(leaves, shape),
         *resolve.disagreements(claims, decisions, shape),
+        *experts.notes(decisions, shape),
         *review.review(decisions, shape, mesh, strict=strict, budget=replicated_budget),
     )
     plan = Plan(

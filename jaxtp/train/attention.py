@@ -76,7 +76,7 @@ def _obstacle(config: Config) -> str:
     if config.mesh.pp > 1:
         return "cuDNN's call cannot be partitioned inside pipeline stages"
     sums_once = config.batch.accumulation > 1 or config.precision.gradients == "float32"
-    if sums_once and config.mesh.dp * config.mesh.fsdp > 1 and (config.zero.stage or 0) < 2:
+    if sums_once and config.mesh.data_ways > 1 and (config.zero.stage or 0) < 2:
         return "cuDNN's call cannot be partitioned where replicas sum their gradients once"
     if config.data.packed and config.seq_len % 2:
         return f"cuDNN takes masks of an even number of tokens, not {config.seq_len}"

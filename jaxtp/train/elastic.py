@@ -129,8 +129,8 @@ def _full(config: Config, before: Summary) -> Config | None:
 def _candidates(full: Config, num_devices: int) -> Iterator[Config]:
     """Settings for so many devices, those first that change the fewest axes."""
     sizes = full.mesh.sizes
-    # Those over which the batch is split take what the others leave.
-    kept = [axis for axis in sizes if Shards.BATCH not in axis.shards]
+    # Those over which the batch is split take what the others leave, but for experts.
+    kept = [axis for axis in sizes if Shards.BATCH not in axis.shards or axis is Axis.EP]
     choices = itertools.product(*(_divisors(sizes[axis]) for axis in kept))
     for chosen in sorted(choices, key=lambda sizes: (-math.prod(sizes), sizes)):
         if num_devices % math.prod(chosen):
@@ -139,9 +139,8 @@ def _candidates(full: Config, num_devices: int) -> Iterator[Config]:
         for fsdp in reversed(_divisors(ways)) if full.mesh.fsdp > 1 else (1,):
             found = {axis.value: size for axis, size in zip(kept, chosen, strict=True)}
             found |= {Axis.FSDP.value: fsdp, Axis.DP.value: ways // fsdp}
-            yield from _batches(
-                dataclasses.replace(full, mesh=dataclasses.replace(full.mesh, **found)), full, ways
-            )
+            mesh = dataclasses.replace(full.mesh, **found)
+            yield from _batches(dataclasses.replace(full, mesh=mesh), full, mesh.data_ways)
 
 
 def _batches(config: Config, full: Config, ways: int) -> Iterator[Config]:
@@ -162,7 +161,7 @@ def _is_accepted(config: Config, num_devices: int, host: int) -> bool:
         return False
     try:
         resolved = resolve(config, num_devices)
-        ways = resolved.mesh.dp * resolved.mesh.fsdp
+        ways = resolved.mesh.data_ways
         if resolved.run.eval_windows % (
             ways * resolved.batch.accumulation if resolved.mesh.pp > 1 else ways
         ):
@@ -181,7 +180,7 @@ def _divisors(number: int) -> list[int]:
 
 def _line(full: Config, now: Config, there: int, used: int) -> str:
     mesh = ", ".join(f"{axis}={size}" for axis, size in now.mesh.sizes.items() if size > 1)
-    ways = now.mesh.dp * now.mesh.fsdp
+    ways = now.mesh.data_ways
     micro = now.batch.size // (now.batch.accumulation * ways)
     asked = math.prod(full.mesh.sizes.values())
     return (

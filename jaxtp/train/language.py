@@ -28,13 +28,41 @@ class NextToken:
 
     def total(self, params: PyTree, batch: Batch) -> jax.Array:
         """Nats of all predictions that count, a float32 scalar."""
+        return self.objective(params, batch)[1]["nats"]
+
+    def objective(self, params: PyTree, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The same with the losses of experts; and `nats`, `tokens` and what experts count."""
         model = nnx.merge(self.graph, params)
         tokens, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
-        if "segments" not in batch:
-            return token_nats(model(tokens), targets).sum()
-        segments = batch["segments"][:, :-1]
-        nats = token_nats(model(tokens, positions(segments), segments), targets)
-        return nats.sum(where=predicted(batch["segments"]))
+        if "segments" in batch:
+            segments = batch["segments"][:, :-1]
+            h_BTD, sums = model.hidden_and_sums(tokens, positions(segments), segments)
+            counts = predicted(batch["segments"])
+        else:
+            (h_BTD, sums), counts = model.hidden_and_sums(tokens), None
+        nats = token_nats(model.logits(h_BTD), targets).sum(where=counts)
+        if sums is None:
+            return nats, {"nats": nats}
+        config = model.config
+        extra = config.router_aux_loss_coef * sums["load_balance"]
+        extra += config.router_z_loss_coef * sums["router_z"]
+        return nats + extra, {"nats": nats, "tokens": jnp.float32(targets.size), **sums}
+
+    def metrics(self, sums: Mapping[str, jax.Array], count: jax.Array) -> dict[str, jax.Array]:
+        """Nats of a prediction that counts; of experts, what tables show.
+
+        `load_balance` and `router_z` are means over tokens, summed over layers; `dropped` counts
+        tokens, once for every expert that had no room for them, over all layers and devices.
+        """
+        found = {"loss": sums["nats"] / count}
+        if "dropped" in sums:
+            each = {name: sums[name] / sums["tokens"] for name in ("load_balance", "router_z")}
+            found |= {
+                **each,
+                "dropped": sums["dropped"],
+                "dropped_share": sums["dropped"] / sums["assigned"],
+            }
+        return found
 
     def count(self, batch: Batch) -> jax.Array:
         """Predictions that count, a float32 scalar."""

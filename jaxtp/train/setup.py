@@ -105,7 +105,7 @@ def prepare(config: Config) -> Setup:
 
 
 def _check_machine(config: Config) -> None:
-    pieces = config.batch.accumulation * config.mesh.dp * config.mesh.fsdp
+    pieces = config.batch.accumulation * config.mesh.data_ways
     if config.mesh.pp > 1 and config.run.eval_windows % pieces:
         below = config.run.eval_windows // pieces * pieces
         raise SizeMismatch(

@@ -6,7 +6,7 @@ What is sharded here is the gradients, and only because ZeRO says so.
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtp.activations.by_name import use_plan
 from jaxtp.config.settings import Precision
 from jaxtp.errors import BadConfig, BadStages, join
-from jaxtp.mesh.axes import Axis, Shards
+from jaxtp.mesh.axes import Axis, MeshShape, Shards
 from jaxtp.mesh.build import plan_mesh
 from jaxtp.placement.train_state import plan_slots
 from jaxtp.plan.decisions import Plan
@@ -39,6 +39,19 @@ class Loss(Protocol):
 
     def count(self, batch: PyTree) -> jax.Array:
         """Over how much it is summed, a float32 scalar; at least 1."""
+        ...
+
+
+@runtime_checkable
+class CountingLoss(Loss, Protocol):
+    """A loss that adds others to what is minimised, and counts something beside it."""
+
+    def objective(self, params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
+        """What is minimised, summed like `total`; and float32 scalars that add up over batches."""
+        ...
+
+    def metrics(self, sums: PyTree, count: jax.Array) -> Mapping[str, jax.Array]:
+        """Metrics of those sums over a batch of this `count`; `loss` is one of them."""
         ...
 
 
@@ -73,6 +86,12 @@ class TrainState:
     num_updates: jax.Array
     loss_scale: LossScale | None
 
+
+Total = tuple[jax.Array, PyTree]
+"""What is minimised, a float32 scalar, and sums that are counted beside it."""
+
+Weighted = Callable[[PyTree, PyTree], Total]
+"""`(params, micro-batch) -> total`."""
 
 Update = Callable[[TrainState, PyTree], tuple[TrainState, dict[str, jax.Array]]]
 
@@ -127,7 +146,7 @@ def make_update(
     """A step function for `jit_step`.
 
     Its metrics are float32 scalars: loss (mean over all tokens of the batch), grad_norm (of the
-    mean gradient, before clipping), lr, and under float16 loss_scale.
+    mean gradient, before clipping), lr, under float16 loss_scale, and what the loss counts.
 
     Args:
         loss: What to minimise.
@@ -153,14 +172,19 @@ def make_update(
 
     def update(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array]]:
         scale = jnp.float32(1) if state.loss_scale is None else state.loss_scale.scale
-        weight = scale / loss.count(batch)
+        count = loss.count(batch)
 
         trained = _trained(state.params, trains)
 
-        def weighted(trained: PyTree, micro: PyTree) -> jax.Array:
-            return loss.total(_with_trained(state.params, trained, trains), micro) * weight
+        def weighted(trained: PyTree, micro: PyTree) -> tuple[jax.Array, PyTree]:
+            params, sums = _with_trained(state.params, trained, trains), {}
+            if isinstance(loss, CountingLoss):
+                total, sums = loss.objective(params, micro)
+            else:
+                total = loss.total(params, micro)
+            return total * (scale / count), sums
 
-        total, grads = mean_gradients(
+        (total, sums), grads = mean_gradients(
             weighted,
             trained,
             batch,
@@ -183,6 +207,8 @@ def make_update(
             state.loss_scale,
         )
         metrics = {"loss": total, "grad_norm": norm, "lr": schedule(state.num_updates)}
+        if isinstance(loss, CountingLoss):
+            metrics |= loss.metrics(sums, count)
         if state.loss_scale is not None:
             metrics["loss_scale"] = scale
             new = _unless_overflow(new, state, jnp.isfinite(norm + total), settings)
@@ -216,7 +242,7 @@ def to_host(state: TrainState) -> TrainState:
 
 
 def mean_gradients(
-    loss: Callable[[PyTree, PyTree], jax.Array],
+    loss: Weighted,
     params: PyTree,
     batch: PyTree,
     plan: Plan,
@@ -224,11 +250,12 @@ def mean_gradients(
     num_micro: int,
     *,
     in_float32: bool = False,
-) -> tuple[jax.Array, PyTree]:
+) -> tuple[Total, PyTree]:
     """Loss and gradients, summed over micro-batches, placed as ZeRO wants them.
 
     Args:
-        loss: `(params, micro-batch) -> scalar`; already weighted, so that sums are means.
+        loss: `(params, micro-batch) -> (scalar, sums)`; the scalar is already weighted, so that
+            sums of it are means.
         params: Parameters.
         batch: Arrays `(batch, ...)`.
         plan: Where gradients lie.
@@ -239,11 +266,11 @@ def mean_gradients(
     placed = functools.partial(_place_gradients, plan=plan, mesh=plan_mesh(mesh, plan.mesh))
     # Stages sum on each device over all ticks, in the type of the parameters, and reduce once.
     asked = num_micro > 1 or (in_float32 and plan.stages is None)
-    if asked and plan.zero < 2 and plan.mesh.ways(plan.mesh.batch) > 1:
+    if asked and plan.zero < 2 and plan.mesh.ways(_replicas(plan).batch) > 1:
         total, grads = _reduce_once(loss, params, batch, plan, mesh, num_micro)
         return total, placed(_as_parameters(grads, params))
     if num_micro == 1:
-        total, grads = jax.value_and_grad(loss)(params, batch)
+        total, grads = jax.value_and_grad(loss, has_aux=True)(params, batch)
         return total, placed(grads)
     total, grads = _accumulate(loss, params, batch, num_micro, placed)
     return total, _as_parameters(grads, params)
@@ -255,12 +282,12 @@ def _as_parameters(grads: PyTree, params: PyTree) -> PyTree:
 
 
 def _accumulate(
-    loss: Callable[[PyTree, PyTree], jax.Array],
+    loss: Weighted,
     params: PyTree,
     batch: PyTree,
     num_micro: int,
     placed: Callable[[PyTree], PyTree],
-) -> tuple[jax.Array, PyTree]:
+) -> tuple[Total, PyTree]:
     """One micro-batch after the other, summed in float32; one set of activations is alive."""
 
     def split(x: jax.Array) -> jax.Array:
@@ -269,36 +296,41 @@ def _accumulate(
         return jnp.moveaxis(x.reshape(x.shape[0] // num_micro, num_micro, *x.shape[1:]), 1, 0)
 
     def add(sums: PyTree, micro: PyTree) -> tuple[PyTree, None]:
-        total, grads = jax.value_and_grad(loss)(params, micro)
+        total, grads = jax.value_and_grad(loss, has_aux=True)(params, micro)
         return jax.tree.map(jnp.add, sums, (total, placed(grads))), None
 
-    def zeros(param: jax.Array) -> jax.Array:
-        return jnp.zeros(param.shape, jnp.float32)
+    def zeros(like: Any) -> jax.Array:
+        return jnp.zeros(like.shape, jnp.float32)
 
-    first = (jnp.float32(0), placed(jax.tree.map(zeros, params)))
-    return jax.lax.scan(add, first, jax.tree.map(split, batch))[0]
+    micros = jax.tree.map(split, batch)
+    total = jax.eval_shape(loss, params, jax.tree.map(lambda x: x[0], micros))
+    first = (jax.tree.map(zeros, total), placed(jax.tree.map(zeros, params)))
+    return jax.lax.scan(add, first, micros)[0]
 
 
 def _reduce_once(
-    loss: Callable[[PyTree, PyTree], jax.Array],
+    loss: Weighted,
     params: PyTree,
     batch: PyTree,
     plan: Plan,
     mesh: Mesh,
     num_micro: int,
-) -> tuple[jax.Array, PyTree]:
+) -> tuple[Total, PyTree]:
     """As `_accumulate`, with one float32 reduction over the batch axes at the end.
 
     Left to XLA, each layer of each micro-batch reduces its gradients. Replicated gradients can be
     summed on each device first; those that ZeRO shards cannot, they would not fit.
     """
-    axes = plan.mesh.batch
-    # Inside, the batch is already sharded: only tensor parallelism is left to the partitioner.
-    shape = plan.mesh.without(Axis.that_shard(Shards.BATCH))
+    axes = _replicas(plan).batch
+    # Inside, the batch is already sharded: only tensor parallelism, and experts on an axis of their
+    # own, are left to the partitioner.
+    shape = plan.mesh.without(
+        axis for axis in Axis.that_shard(Shards.BATCH) if plan.mesh.name_of(axis) in axes
+    )
     inner = dataclasses.replace(plan, mesh=shape)
     own_mesh = plan_mesh(mesh, plan.mesh)
 
-    def local(params: PyTree, batch: PyTree) -> tuple[jax.Array, PyTree]:
+    def local(params: PyTree, batch: PyTree) -> tuple[Total, PyTree]:
         with use_plan(inner, own_mesh):
             sums = _accumulate(loss, params, batch, num_micro, lambda grads: grads)
         return jax.lax.psum(sums, axes)
@@ -311,6 +343,15 @@ def _reduce_once(
         axis_names=set(axes),
         check_vma=False,
     )(params, batch)
+
+
+def _replicas(plan: Plan) -> MeshShape:
+    """The mesh with those batch axes alone along which all parameters are replicated."""
+    return plan.mesh.without(
+        axis
+        for axis in Axis.that_shard(Shards.BATCH)
+        if any(d.dim_on([plan.mesh.name_of(axis)]) is not None for d in plan.decisions)
+    )
 
 
 def _place_gradients(grads: PyTree, *, plan: Plan, mesh: Mesh) -> PyTree:

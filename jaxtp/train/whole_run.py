@@ -249,7 +249,7 @@ def _flat(config: Config) -> dict[str, Any]:
 def _describe(setup: Setup) -> str:
     """One line each on batch, precision, attention, text, and what a step should take."""
     config, batch = setup.config, setup.config.batch
-    ways = config.mesh.dp * config.mesh.fsdp
+    ways = config.mesh.data_ways
     return (
         f"batch      {batch.size} = {batch.micro_size} x {batch.accumulation} accumulated x "
         f"{ways} data-parallel, {config.seq_len} tokens each\n"

@@ -5,6 +5,7 @@ from typing import Literal
 
 from jaxtp.errors import BadConfig, SizeMismatch
 from jaxtp.models.bounds import (
+    Coefficient,
     Depth,
     Epsilon,
     Experts,
@@ -144,6 +145,42 @@ class LlamaConfig(DecoderConfig):
     num_experts_per_tok: Experts = 0
     """Number of experts chosen for each token."""
 
+    moe_intermediate_size: Width | None = None
+    """Width of one expert; None: `intermediate_size`."""
+
+    n_shared_experts: Experts = 0
+    """Experts that every token has, as one MLP of their widths together."""
+
+    scoring_func: Literal["softmax", "sigmoid"] = "softmax"
+    """What makes weights of the router's scores: over all experts, or for each alone."""
+
+    norm_topk_prob: bool = True
+    """Let the weights of a token's experts sum to one."""
+
+    routed_scaling_factor: Positive = 1.0
+    """What these weights are multiplied by."""
+
+    n_group: Depth = 1
+    """Groups of experts; a token chooses within the best `topk_group` of them."""
+
+    topk_group: Depth = 1
+    """Groups that a token may choose from."""
+
+    router_correction: bool = False
+    """A bias for each expert that counts for the choice alone, as in DeepSeek-V3."""
+
+    capacity_factor: Positive = 1.25
+    """Room for tokens that every expert has, over what it needs where all have as many."""
+
+    drop_tokens: bool = False
+    """Drop what finds no room; otherwise it is worked on in further rounds, and nothing is lost."""
+
+    router_aux_loss_coef: Coefficient = 0.0
+    """What the loss for balanced experts is multiplied by, before it is added to a token's."""
+
+    router_z_loss_coef: Coefficient = 0.0
+    """The same for the loss that keeps the router's scores small."""
+
     def __post_init__(self) -> None:
         # Not super(): a slotted dataclass is a second class object, and the closure cell names the
         # first one.
@@ -167,12 +204,30 @@ class LlamaConfig(DecoderConfig):
                 where="num_experts_per_tok",
                 fix="choose at least one and at most all experts; both 0 for a plain MLP",
             )
+        if experts:
+            self._check_groups()
         self._check_layers()
         if self.attn_logit_softcapping and self.attention_implementation != "xla":
             raise BadConfig(
                 f"{self.attention_implementation} attention has no soft cap",
                 where="attention_implementation",
                 fix='"xla", or attn_logit_softcapping=None, which changes the model a little',
+            )
+
+    def _check_groups(self) -> None:
+        experts, groups, chosen = self.num_experts, self.n_group, self.topk_group
+        if experts % groups or (groups > 1 and experts // groups < 2):
+            raise SizeMismatch(
+                f"{experts} experts in {groups} groups",
+                where="n_group",
+                fix="a divisor of num_experts that leaves a group two experts or more",
+            )
+        if not chosen <= groups or chosen * (experts // groups) < self.num_experts_per_tok:
+            raise SizeMismatch(
+                f"{self.num_experts_per_tok} experts of {chosen} of {groups} groups of "
+                f"{experts // groups}",
+                where="topk_group",
+                fix="at most n_group, and groups that have num_experts_per_tok experts together",
             )
 
     def _check_layers(self) -> None:

@@ -17,10 +17,12 @@ from flax import nnx
 from numpy.typing import NDArray
 
 from jaxtp.activations.by_name import constrain, spread
+from jaxtp.layers.experts import Capacity
 from jaxtp.models.attention import attend, rotary
 from jaxtp.models.cache import LayerCache
 from jaxtp.models.decoder import Decoder
 from jaxtp.models.layers import (
+    TALLY,
     Branch,
     Layer,
     residual_init,
@@ -28,7 +30,7 @@ from jaxtp.models.layers import (
 )
 from jaxtp.models.llama.config import LlamaConfig
 from jaxtp.models.llama.rotary import angles, layer_frequencies, sliding_layers
-from jaxtp.models.moe import GatedMLP, MoE
+from jaxtp.models.moe import GatedMLP, MoE, Routing
 from jaxtp.models.projections import Linear, TokenTable
 from jaxtp.plan.stored_form import mask_padding
 
@@ -138,13 +140,14 @@ class Attention(nnx.Module):
 class MLP(GatedMLP):
     """A gated MLP, with silu SwiGLU: down(act(gate(h)) * up(h))."""
 
-    def __init__(self, config: LlamaConfig, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: LlamaConfig, rngs: nnx.Rngs, width: int | None = None) -> None:
         linear, _ = _parts(config, rngs)
+        width = width or config.intermediate_size
         self.act = ACTIVATION[config.hidden_act]
-        self.gate_proj = linear(config.hidden_size, config.intermediate_size)
-        self.up_proj = linear(config.hidden_size, config.intermediate_size)
+        self.gate_proj = linear(config.hidden_size, width)
+        self.up_proj = linear(config.hidden_size, width)
         self.down_proj = linear(
-            config.intermediate_size,
+            width,
             config.hidden_size,
             kernel_init=residual_init(config.num_hidden_layers),
         )
@@ -175,24 +178,19 @@ class LlamaLayer(Layer):
     def branches(self) -> tuple[Branch, ...]:
         """Attention, then MLP."""
         takes = ("angles_BTH", "segment_ids_BT", "has_window", "cache")
+        counts = (TALLY,) if isinstance(self.mlp, MoE) else ()
         before, after = NORMS[self.self_attn.config.norms]
         return (
             Branch(norm=before[0], post_norm=after[0], block="self_attn", takes=takes),
-            Branch(norm=before[1], post_norm=after[1], block="mlp", tokenwise=True),
+            Branch(norm=before[1], post_norm=after[1], block="mlp", takes=counts, tokenwise=True),
         )
 
     def __init__(self, config: LlamaConfig, rngs: nnx.Rngs) -> None:
-        linear, norm = _parts(config, rngs)
+        _, norm = _parts(config, rngs)
         self.self_attn = Attention(config, rngs)
         for name in filter(None, itertools.chain(*NORMS[config.norms])):
             setattr(self, name, norm(config.hidden_size))
-        if config.num_experts:
-            router = linear(config.hidden_size, config.num_experts)
-            make_expert = functools.partial(MLP, config)
-            chosen = config.num_experts_per_tok
-            self.mlp = MoE(router, make_expert, config.num_experts, chosen, rngs)
-        else:
-            self.mlp = MLP(config, rngs)
+        self.mlp = _experts(config, rngs) if config.num_experts else MLP(config, rngs)
 
     def __call__(self, x_BTD: jax.Array, context: Mapping[str, jax.Array | None]) -> jax.Array:
         """The residual stream after this layer, (batch, tokens, hidden size)."""
@@ -263,6 +261,30 @@ class Llama(Decoder):
         if (cap := self.config.final_logit_softcapping) is not None:
             logits_BTV = cap * jnp.tanh(logits_BTV / cap)
         return mask_padding(constrain(logits_BTV, "logits"), self.config.vocab_size)
+
+
+def _experts(config: LlamaConfig, rngs: nnx.Rngs) -> MoE:
+    linear, _ = _parts(config, rngs)
+    width = config.moe_intermediate_size or config.intermediate_size
+    shared = config.n_shared_experts
+    return MoE(
+        linear(config.hidden_size, config.num_experts),
+        functools.partial(MLP, config, width=width),
+        config.num_experts,
+        Routing(
+            num_chosen=config.num_experts_per_tok,
+            scoring=config.scoring_func,
+            normalise=config.norm_topk_prob,
+            scale=config.routed_scaling_factor,
+            num_groups=config.n_group,
+            num_groups_chosen=config.topk_group,
+            group_rank=2 if config.router_correction else 1,
+        ),
+        Capacity(config.capacity_factor, config.drop_tokens),
+        rngs,
+        shared=MLP(config, rngs, width=shared * width) if shared else None,
+        has_correction=config.router_correction,
+    )
 
 
 def _parts(

@@ -1,0 +1,447 @@
+"""Tokens go to the experts that they chose, and their results come back.
+
+Each device sorts its tokens by expert and gives every expert room for `capacity` of them, so that
+all products of a device are one batched `dot_general`, which is fast and right on GPUs and CPUs:
+`jax.lax.ragged_dot` has no padding, and on GPUs XLA computes it by all experts on all tokens. An
+expert that is sent more tokens drops the last ones, or takes them in further, smaller rounds.
+
+Experts lie on axes of two kinds. Along an axis that shards the batch, such as ep, tokens travel:
+one all-to-all there and one back. Along one on which tokens are replicated, tp, nothing does: each
+device works for the experts that it has, and one all-reduce sums the results, as in a dense MLP.
+
+Shape suffixes: N tokens of one device, K experts chosen for each, E experts, C their capacity, D
+hidden size, F width of an expert, S slots (experts x capacity), B batch, T tokens of a sequence.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from jaxtp.activations.by_name import ActivePlan, active_plan
+from jaxtp.mesh.axes import Axis
+
+LATER_SHARE = 8
+"""A round behind the first has 1/8 of its capacity: most routings that overflow do so by little."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Capacity:
+    """How many tokens an expert takes from one device.
+
+    Attributes:
+        factor: Capacity over tokens x chosen / experts, which balanced routing needs (GShard,
+            Lepikhin et al. 2021, section 3.2).
+        drops: Whether what is beyond it is dropped; else further rounds take it.
+    """
+
+    factor: float
+    drops: bool
+
+    def of(self, num_tokens: int, num_chosen: int, num_experts: int) -> int:
+        """Tokens, at least 1 and at most all."""
+        wanted = math.ceil(self.factor * num_tokens * num_chosen / num_experts)
+        return min(max(wanted, 1), num_tokens)
+
+
+class ExpertWeights(NamedTuple):
+    """Stacked gated MLPs, in the type of the products; biases are None or all there."""
+
+    gate_EDF: jax.Array
+    up_EDF: jax.Array
+    down_EFD: jax.Array
+    gate_EF: jax.Array | None = None
+    up_EF: jax.Array | None = None
+    down_ED: jax.Array | None = None
+
+
+INNER_DIM = ExpertWeights(2, 2, 1, 1, 1, None)  # pyright: ignore[reportArgumentType]
+"""Which dim of each array is the width inside an expert."""
+
+Gate = Callable[[jax.Array, jax.Array], jax.Array]
+"""What becomes of gate and up in front of the last product."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Layout:
+    """Which axes of the mesh shard what; those of one device are left out.
+
+    Attributes:
+        tokens: The batch.
+        experts: The expert dim of the weights, major to minor.
+        inner: The width inside an expert.
+        ways: Devices along each axis.
+    """
+
+    tokens: tuple[str, ...] = ()
+    experts: tuple[str, ...] = ()
+    inner: tuple[str, ...] = ()
+    ways: tuple[tuple[str, int], ...] = ()
+
+    @classmethod
+    def of(cls, active: ActivePlan | None, batch: int, shape: tuple[int, ...]) -> "Layout":
+        """The layout under a plan.
+
+        Args:
+            active: The plan in force.
+            batch: Sequences.
+            shape: Of the gate's weights, (experts, hidden size, width).
+        """
+        if active is None:
+            return cls()
+        sizes = {name: size for name, size in active.shape.sizes if size > 1}
+        specs = (spec for known, spec in active.experts if known[-3:] == shape)
+        *_, expert_axes, _, inner_axes = next(specs, ((), (), ()))
+        # ZeRO's axis is gathered; parameters inside a stage may lie on axes that are gone there.
+        gathered = {active.shape.name_of(Axis.FSDP)}
+        known = {name for _, name in active.shape.others} | set(active.shape.tp)
+        usable = [name for name in sizes if name in known and name not in gathered]
+        tokens = tuple(name for name in active.shape.batch if name in sizes)
+        while batch % math.prod(sizes[name] for name in tokens):
+            tokens = tokens[:-1]  # too few sequences: the rest of the mesh sees the same ones
+        return cls(
+            tokens=tokens,
+            experts=tuple(name for name in expert_axes if name in usable),
+            inner=tuple(name for name in inner_axes if name in active.shape.tp and name in sizes),
+            ways=tuple(sizes.items()),
+        )
+
+    @property
+    def exchanged(self) -> tuple[str, ...]:
+        """Axes along which tokens travel to experts."""
+        return tuple(name for name in self.experts if name in self.tokens)
+
+    @property
+    def apart(self) -> tuple[str, ...]:
+        """Axes of experts on which tokens are replicated."""
+        return tuple(name for name in self.experts if name not in self.tokens)
+
+    @property
+    def summed(self) -> tuple[str, ...]:
+        """Axes over which results are summed."""
+        return self.apart + self.inner
+
+    @property
+    def replicas(self) -> tuple[str, ...]:
+        """Axes whose devices have the same experts and other tokens."""
+        return tuple(name for name in self.tokens if name not in self.experts)
+
+    def size(self, axes: Iterable[str]) -> int:
+        """Devices along some axes together."""
+        sizes = dict(self.ways)
+        return math.prod(sizes[name] for name in axes)
+
+    def own_experts(self, num_experts: int) -> np.ndarray:
+        """Experts that the devices along `exchanged` have, one row for each device along `apart`.
+
+        A row is in the order in which an all-to-all along `exchanged` deals it out.
+        """
+        sizes = dict(self.ways)
+        order = [self.experts.index(name) for name in self.apart + self.exchanged]
+        all_experts = np.arange(num_experts).reshape(*(sizes[name] for name in self.experts), -1)
+        return all_experts.transpose(*order, len(order)).reshape(self.size(self.apart), -1)
+
+
+def run_experts(
+    h_BTD: jax.Array,
+    weights_BTK: jax.Array,
+    index_BTK: jax.Array,
+    experts: ExpertWeights,
+    gate: Gate,
+    capacity: Capacity,
+) -> tuple[jax.Array, jax.Array]:
+    """The weighted sum of what the chosen experts make of every token.
+
+    Args:
+        h_BTD: Tokens.
+        weights_BTK: Weight of each chosen expert, float32.
+        index_BTK: The chosen experts of a token, all different, int32.
+        experts: Their weights.
+        gate: What becomes of the gate's and the other product.
+        capacity: How many tokens an expert takes from a device.
+
+    Returns:
+        The sum, like `h_BTD`; and how many of batch x tokens x chosen were dropped, an int32
+        scalar.
+    """
+    active = active_plan()
+    layout = Layout.of(active, h_BTD.shape[0], experts.gate_EDF.shape)
+    run = functools.partial(_local, _Static(layout, gate, capacity, experts.gate_EDF.shape[0]))
+    if active is None or not layout.tokens + layout.experts + layout.inner:
+        one = jax.tree.map(lambda w: w[None], experts)
+        out_1BTD, dropped = run(h_BTD[None], weights_BTK[None], index_BTK, one)
+        return out_1BTD[0], dropped[0]
+    # An entry for every device along the summed axes, and of the weights for every replica. What
+    # moves, here and in the backward pass, is left to the partitioner: the sums and, with ZeRO, the
+    # gathers of a dense MLP, outside of all rounds.
+    by_token = (layout.summed, layout.tokens, None)
+    spread = functools.partial(_spread, active, layout.size(layout.summed))
+    weights = [_sharded(active, layout, *row) for row in zip(experts, INNER_DIM, strict=True)]
+    out_RBTD, dropped_G = jax.shard_map(
+        run,
+        mesh=active.here,
+        in_specs=(
+            _spec(*by_token, None),
+            _spec(*by_token, None),
+            _spec(*by_token[1:], None),
+            ExpertWeights(*(spec for _, spec in weights)),
+        ),
+        out_specs=(_spec(*by_token, None), _spec(layout.tokens)),
+        axis_names={*layout.tokens, *layout.experts, *layout.inner},
+        check_vma=False,
+    )(
+        spread(h_BTD, *by_token, None),
+        spread(weights_BTK, *by_token, None),
+        index_BTK,
+        ExpertWeights(*(w for w, _ in weights)),
+    )
+    # Not jnp.sum, which adds in float32 and would move twice the bytes.
+    return jax.lax.reduce_sum(out_RBTD, (0,)), jnp.sum(dropped_G)
+
+
+def _spec(*entries: tuple[str, ...] | None) -> PartitionSpec:
+    return PartitionSpec(*(entry or None for entry in entries))
+
+
+def _spread(active: ActivePlan, copies: int, x: jax.Array, *entries: object) -> jax.Array:
+    """`x` with an entry of a leading dim for each device along some axes."""
+    return active.place(jnp.broadcast_to(x[None], (copies, *x.shape)), *entries)
+
+
+def _sharded(
+    active: ActivePlan, layout: Layout, w: jax.Array | None, inner_dim: int | None
+) -> tuple[Any, Any]:
+    """An array of the experts with a leading dim of replicas, and its spec."""
+    if w is None:
+        return None, None
+    inner = [layout.inner if dim == inner_dim else () for dim in range(1, w.ndim)]
+    # First gathered, then spread: at once, ZeRO's shards would take an all-to-all.
+    w = active.place(w, layout.experts, *inner)
+    entries = (layout.replicas, layout.experts, *inner)
+    return _spread(active, layout.size(layout.replicas), w, *entries), _spec(*entries)
+
+
+# ---- on one device -------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Static:
+    """What is known without the values: see `run_experts`."""
+
+    layout: Layout
+    gate: Gate
+    capacity: Capacity
+    num_experts: int
+
+
+class _Queue(NamedTuple):
+    """Tokens in the order of their experts; the tokens of one expert in their own order.
+
+    Attributes:
+        order: token x K + choice of each place in the queue, (N x K,).
+        starts: Where the queue of each expert begins, and the end of the last, (E + 1,).
+        rank_NK: Place of each token in its experts' queues.
+        index_NK: Its experts.
+    """
+
+    order: jax.Array
+    starts: jax.Array
+    rank_NK: jax.Array
+    index_NK: jax.Array
+
+    @classmethod
+    def of(cls, index_NK: jax.Array, num_experts: int) -> "_Queue":
+        chosen = index_NK.reshape(-1)
+        order = jnp.argsort(chosen, stable=True).astype(jnp.int32)
+        counts_E = jnp.sum(chosen[:, None] == jnp.arange(num_experts)[None], axis=0, dtype=jnp.int32)
+        starts = jnp.pad(jnp.cumsum(counts_E, dtype=jnp.int32), (1, 0))
+        places = jnp.arange(chosen.size, dtype=jnp.int32)
+        place = jnp.zeros_like(places).at[order].set(places, unique_indices=True)
+        return cls(order, starts, (place - starts[chosen]).reshape(index_NK.shape), index_NK)
+
+    @property
+    def counts_E(self) -> jax.Array:
+        return jnp.diff(self.starts)
+
+
+Inputs = tuple[jax.Array, jax.Array, ExpertWeights]
+"""What has a gradient: tokens (N, D), weights (N, K), the experts of this device."""
+
+
+def _local(
+    static: _Static,
+    h_1BTD: jax.Array,
+    weights_1BTK: jax.Array,
+    index_BTK: jax.Array,
+    experts: ExpertWeights,
+) -> tuple[jax.Array, jax.Array]:
+    """What one device does, between the exchanges."""
+    x_ND = h_1BTD.reshape(-1, h_1BTD.shape[-1])
+    num_chosen = index_BTK.shape[-1]
+    queue = _Queue.of(index_BTK.reshape(-1, num_chosen), static.num_experts)
+    inputs = (x_ND, weights_1BTK.reshape(-1, num_chosen), jax.tree.map(lambda w: w[0], experts))
+    size = static.capacity.of(len(x_ND), num_chosen, static.num_experts)
+    out_ND = _round(static, size, jnp.int32(0), queue, inputs)
+    dropped = jnp.int32(0)
+    if static.capacity.drops:
+        dropped = jnp.sum(jnp.maximum(queue.counts_E - size, 0))
+    elif size < len(x_ND):
+        later = -(-size // LATER_SHARE)
+        most = jnp.max(queue.counts_E[_own(static)])
+        if static.layout.exchanged:
+            most = jax.lax.pmax(most, static.layout.exchanged)
+        num_later = -(-jnp.maximum(most - size, 0) // later)
+        out_ND = out_ND + _later_rounds(static, (size, later), num_later, queue, inputs)
+    return out_ND.reshape(h_1BTD.shape), dropped[None]
+
+
+def _own(static: _Static) -> jax.Array:
+    """The experts that this device and those that it exchanges tokens with have."""
+    table = jnp.asarray(static.layout.own_experts(static.num_experts), jnp.int32)
+    return table[jax.lax.axis_index(static.layout.apart) if static.layout.apart else 0]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _later_rounds(
+    static: _Static, sizes: tuple[int, int], num_later: jax.Array, queue: _Queue, inputs: Inputs
+) -> jax.Array:
+    """The sum of the rounds behind the first; none, where nothing is left."""
+    first, size = sizes
+
+    def add(turn: jax.Array, sum_ND: jax.Array) -> jax.Array:
+        return sum_ND + _round(static, size, first + turn * size, queue, inputs)
+
+    return jax.lax.fori_loop(0, num_later, add, jnp.zeros_like(inputs[0]))
+
+
+def _later_forward(
+    static: _Static, sizes: tuple[int, int], num_later: jax.Array, queue: _Queue, inputs: Inputs
+) -> tuple[jax.Array, Any]:
+    out_ND = _later_rounds(static, sizes, num_later, queue, inputs)
+    return out_ND, (num_later, queue, inputs)
+
+
+def _later_backward(
+    static: _Static, sizes: tuple[int, int], saved: Any, grad_ND: jax.Array
+) -> tuple[None, None, Inputs]:
+    """Round by round again, since nobody knows how many results there would be to keep."""
+    (first, size), (num_later, queue, inputs) = sizes, saved
+
+    def add(turn: jax.Array, sums: Inputs) -> Inputs:
+        run = functools.partial(_round, static, size, first + turn * size, queue)
+        return jax.tree.map(jnp.add, sums, jax.vjp(run, inputs)[1](grad_ND)[0])
+
+    zeros = jax.tree.map(jnp.zeros_like, inputs)
+    return None, None, jax.lax.fori_loop(0, num_later, add, zeros)
+
+
+_later_rounds.defvjp(_later_forward, _later_backward)
+
+
+def _round(
+    static: _Static, size: int, first: jax.Array, queue: _Queue, inputs: Inputs
+) -> jax.Array:
+    """Results of the tokens at places `first` to `first + size` of each expert's queue, (N, D)."""
+    x_ND, weights_NK, experts = inputs
+    own, exchanged = _own(static), static.layout.exchanged
+    places = queue.starts[own][:, None] + first + jnp.arange(size)[None]
+    ends = queue.starts[own + 1][:, None]
+    nobody = queue.order.size
+    source = jnp.where(places < ends, queue.order[jnp.minimum(places, nobody - 1)], nobody)
+    # A token finds its own slot: rows of experts that are elsewhere do not exist.
+    row_E = jnp.full(static.num_experts, len(own)).at[own].set(jnp.arange(len(own)))
+    rank_NK = queue.rank_NK - first
+    is_here_NK = (rank_NK >= 0) & (rank_NK < size)
+    slot_NK = jnp.where(is_here_NK, row_E[queue.index_NK] * size + rank_NK, len(own) * size)
+    moves = _Moves(source.reshape(-1), slot_NK)
+
+    x_ECD = _to_slots(x_ND, moves).reshape(len(own), size, -1)
+    if exchanged:
+        x_ECD = jax.lax.all_to_all(x_ECD, exchanged, 0, 1, tiled=True)
+    y_ECD = _products(static, x_ECD, experts)
+    if exchanged:
+        y_ECD = jax.lax.all_to_all(y_ECD, exchanged, 1, 0, tiled=True)
+    return _from_slots(y_ECD.reshape(len(own) * size, -1), weights_NK, moves)
+
+
+def _products(static: _Static, x_ECD: jax.Array, experts: ExpertWeights) -> jax.Array:
+    """What the experts of a device make of their tokens; a part of the sum if `inner` is split."""
+    gate_ECF = jnp.einsum("ecd,edf->ecf", x_ECD, experts.gate_EDF)
+    up_ECF = jnp.einsum("ecd,edf->ecf", x_ECD, experts.up_EDF)
+    if experts.gate_EF is not None and experts.up_EF is not None:
+        gate_ECF, up_ECF = gate_ECF + experts.gate_EF[:, None], up_ECF + experts.up_EF[:, None]
+    y_ECD = jnp.einsum("ecf,efd->ecd", static.gate(gate_ECF, up_ECF), experts.down_EFD)
+    if experts.down_ED is None:
+        return y_ECD
+    bias_ED = experts.down_ED
+    if static.layout.inner:  # added by one of the devices that hold parts of the sum
+        bias_ED = bias_ED * (jax.lax.axis_index(static.layout.inner) == 0)
+    return y_ECD + bias_ED[:, None]
+
+
+class _Moves(NamedTuple):
+    """Which token is in which slot, both ways; past the end for nobody and nowhere.
+
+    Attributes:
+        source_S: token x K + choice that a slot holds.
+        slot_NK: The slot of each choice.
+    """
+
+    source_S: jax.Array
+    slot_NK: jax.Array
+
+    @property
+    def token_S(self) -> jax.Array:
+        return self.source_S // self.slot_NK.shape[1]
+
+
+def _rows(x: jax.Array, index: jax.Array) -> jax.Array:
+    """Rows of `x`, zero where the index is past the end."""
+    return x.at[index].get(mode="fill", fill_value=0)
+
+
+# Both moves are gathers in both directions: the derivative that JAX finds is a scatter that adds,
+# which GPUs do by atomics, in no order.
+@jax.custom_vjp
+def _to_slots(x_ND: jax.Array, moves: _Moves) -> jax.Array:
+    """The tokens in their slots, (S, D)."""
+    return _rows(x_ND, moves.token_S)
+
+
+def _to_slots_backward(moves: _Moves, grad_SD: jax.Array) -> tuple[jax.Array, None]:
+    grad_NKD = _rows(grad_SD, moves.slot_NK)
+    return jnp.sum(grad_NKD, axis=1, dtype=jnp.float32).astype(grad_SD.dtype), None
+
+
+_to_slots.defvjp(lambda x_ND, moves: (_to_slots(x_ND, moves), moves), _to_slots_backward)
+
+
+@jax.custom_vjp
+def _from_slots(y_SD: jax.Array, weights_NK: jax.Array, moves: _Moves) -> jax.Array:
+    """Weighted sums of the slots of each token, (N, D); float32 inside."""
+    y_NKD = _rows(y_SD, moves.slot_NK).astype(jnp.float32)
+    return jnp.sum(y_NKD * weights_NK[..., None], axis=1).astype(y_SD.dtype)
+
+
+def _from_slots_forward(
+    y_SD: jax.Array, weights_NK: jax.Array, moves: _Moves
+) -> tuple[jax.Array, Any]:
+    return _from_slots(y_SD, weights_NK, moves), (y_SD, weights_NK, moves)
+
+
+def _from_slots_backward(saved: Any, grad_ND: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    y_SD, weights_NK, moves = saved
+    weight_S = _rows(weights_NK.reshape(-1), moves.source_S)
+    grad_SD = _rows(grad_ND, moves.token_S).astype(jnp.float32) * weight_S[:, None]
+    y_NKD = _rows(y_SD, moves.slot_NK).astype(jnp.float32)
+    grad_NK = jnp.sum(y_NKD * grad_ND.astype(jnp.float32)[:, None], axis=-1)
+    return grad_SD.astype(y_SD.dtype), grad_NK, None
+
+
+_from_slots.defvjp(_from_slots_forward, _from_slots_backward)
