@@ -167,23 +167,23 @@ def run_experts(
         capacity: How many tokens an expert takes from a device.
 
     Returns:
-        The sum, like `h_BTD`; and how many of batch x tokens x chosen were dropped, an int32
-        scalar.
+        The sum, like `h_BTD`; and how many of the tokens x chosen of each sequence were dropped,
+        int32 (batch,).
     """
     active = active_plan()
     layout = Layout.of(active, h_BTD.shape[0], experts.gate_EDF.shape)
     run = functools.partial(_local, _Static(layout, gate, capacity, experts.gate_EDF.shape[0]))
     if active is None or not layout.tokens + layout.experts + layout.inner:
         one = jax.tree.map(lambda w: w[None], experts)
-        out_1BTD, dropped = run(h_BTD[None], weights_BTK[None], index_BTK, one)
-        return out_1BTD[0], dropped[0]
+        out_1BTD, dropped_B = run(h_BTD[None], weights_BTK[None], index_BTK, one)
+        return out_1BTD[0], dropped_B
     # An entry for every device along the summed axes, and of the weights for every replica. What
     # moves, here and in the backward pass, is left to the partitioner: the sums and, with ZeRO, the
     # gathers of a dense MLP, outside of all rounds.
     by_token = (layout.summed, layout.tokens, None)
     spread = functools.partial(_spread, active, layout.size(layout.summed))
     weights = [_sharded(active, layout, *row) for row in zip(experts, INNER_DIM, strict=True)]
-    out_RBTD, dropped_G = jax.shard_map(
+    out_RBTD, dropped_B = jax.shard_map(
         run,
         mesh=active.here,
         in_specs=(
@@ -202,7 +202,7 @@ def run_experts(
         ExpertWeights(*(w for w, _ in weights)),
     )
     # Not jnp.sum, which adds in float32 and would move twice the bytes.
-    return jax.lax.reduce_sum(out_RBTD, (0,)), jnp.sum(dropped_G)
+    return jax.lax.reduce_sum(out_RBTD, (0,)), dropped_B
 
 
 def _spec(*entries: tuple[str, ...] | None) -> PartitionSpec:
@@ -259,7 +259,9 @@ class _Queue(NamedTuple):
     def of(cls, index_NK: jax.Array, num_experts: int) -> "_Queue":
         chosen = index_NK.reshape(-1)
         order = jnp.argsort(chosen, stable=True).astype(jnp.int32)
-        counts_E = jnp.sum(chosen[:, None] == jnp.arange(num_experts)[None], axis=0, dtype=jnp.int32)
+        counts_E = jnp.sum(
+            chosen[:, None] == jnp.arange(num_experts)[None], axis=0, dtype=jnp.int32
+        )
         starts = jnp.pad(jnp.cumsum(counts_E, dtype=jnp.int32), (1, 0))
         places = jnp.arange(chosen.size, dtype=jnp.int32)
         place = jnp.zeros_like(places).at[order].set(places, unique_indices=True)
@@ -288,9 +290,9 @@ def _local(
     inputs = (x_ND, weights_1BTK.reshape(-1, num_chosen), jax.tree.map(lambda w: w[0], experts))
     size = static.capacity.of(len(x_ND), num_chosen, static.num_experts)
     out_ND = _round(static, size, jnp.int32(0), queue, inputs)
-    dropped = jnp.int32(0)
+    is_dropped = jnp.zeros((), bool)
     if static.capacity.drops:
-        dropped = jnp.sum(jnp.maximum(queue.counts_E - size, 0))
+        is_dropped = queue.rank_NK >= size
     elif size < len(x_ND):
         later = -(-size // LATER_SHARE)
         most = jnp.max(queue.counts_E[_own(static)])
@@ -298,7 +300,8 @@ def _local(
             most = jax.lax.pmax(most, static.layout.exchanged)
         num_later = -(-jnp.maximum(most - size, 0) // later)
         out_ND = out_ND + _later_rounds(static, (size, later), num_later, queue, inputs)
-    return out_ND.reshape(h_1BTD.shape), dropped[None]
+    is_dropped = jnp.broadcast_to(is_dropped, queue.rank_NK.shape).reshape(index_BTK.shape)
+    return out_ND.reshape(h_1BTD.shape), jnp.sum(is_dropped, axis=(1, 2), dtype=jnp.int32)
 
 
 def _own(static: _Static) -> jax.Array:

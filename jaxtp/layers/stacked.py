@@ -39,7 +39,7 @@ Layer = Callable[[jax.Array, PyTree, Context], jax.Array]
 """`(x, parameters of one layer, context) -> x`."""
 
 Counting = Callable[[jax.Array, PyTree, Context], tuple[jax.Array, PyTree]]
-"""The same with what the layer counts beside it, scalars of its batch."""
+"""The same with what the layer counts beside it, `(batch,)` arrays."""
 
 
 def scan_layers(
@@ -73,7 +73,7 @@ def scan_layers(
         return body(x, params, context), ()
 
     return scan_counting(
-        counting, x_BTD, params, sums=(), context=context, remat=remat, rows=rows
+        counting, x_BTD, params, zeros=lambda _: (), context=context, remat=remat, rows=rows
     )[0]
 
 
@@ -82,18 +82,21 @@ def scan_counting(
     x_BTD: jax.Array,
     params: PyTree,
     *,
-    sums: PyTree,
+    zeros: Callable[[jax.Array], PyTree],
     context: Context | None = None,
     remat: str = "none",
     rows: Rows | None = None,
 ) -> tuple[jax.Array, PyTree]:
     """`scan_layers` of layers that count something: what they count, summed over all of them.
 
+    Sums are taken sequence by sequence in the layers and over the batch once, behind them: there it
+    takes one all-reduce of scalars, here one in every layer.
+
     Args:
         body: One layer.
         x_BTD: See `scan_layers`, as for what follows.
         params: See there.
-        sums: The sums of no layers, zeros.
+        zeros: What no layer counts of an `x`.
         context: See there.
         remat: See there.
         rows: See there.
@@ -109,9 +112,11 @@ def scan_counting(
             x, found = body(carry[0], layer[0], {**context, **layer[1]})
             return (x, jax.tree.map(jnp.add, carry[1], found)), None
 
-        return jax.lax.scan(step, (x_BTD, sums), (params, rows))[0]
-    pipe = _Pipeline(body, policies.chunk, active, active.stages, rows)
-    return _in_stages(pipe, x_BTD, params, context, sums)
+        x_BTD, sums = jax.lax.scan(step, (x_BTD, zeros(x_BTD)), (params, rows))[0]
+    else:
+        pipe = _Pipeline(body, zeros, policies.chunk, active, active.stages, rows)
+        x_BTD, sums = _in_stages(pipe, x_BTD, params, context)
+    return x_BTD, jax.tree.map(jnp.sum, sums)
 
 
 _Carry = tuple[jax.Array, PyTree]
@@ -132,6 +137,7 @@ class _Pipeline:
 
     Attributes:
         layer: One layer.
+        zeros: What no layer counts.
         keep: Policy of what a tick keeps.
         active: The plan in force around the stages.
         stages: Its stages.
@@ -139,6 +145,7 @@ class _Pipeline:
     """
 
     layer: Counting
+    zeros: Callable[[jax.Array], PyTree]
     keep: Policy
     active: ActivePlan
     stages: Stages
@@ -181,7 +188,7 @@ class _Pipeline:
 
 
 def _in_stages(
-    pipe: _Pipeline, x_BTD: jax.Array, params: PyTree, context: Context, sums: PyTree
+    pipe: _Pipeline, x_BTD: jax.Array, params: PyTree, context: Context
 ) -> tuple[jax.Array, PyTree]:
     """`scan_counting` in stages."""
     active, shape = pipe.active, pipe.active.shape
@@ -189,7 +196,7 @@ def _in_stages(
     replicas = PartitionSpec(pipe.manual_batch or None)
     sides = jax.tree.map(lambda x: PartitionSpec() if x.shape[0] == 1 else replicas, dict(context))
     run = jax.shard_map(
-        functools.partial(_stage, pipe, sums),
+        functools.partial(_stage, pipe),
         mesh=active.here,
         in_specs=(PartitionSpec(pipe.axis, *replicas), PartitionSpec(pipe.axis), sides),
         out_specs=(
@@ -207,8 +214,7 @@ def _in_stages(
     out_SBTD, counted = run(active.place(x_SBTD, *place), params, dict(context))
     # Not jnp.sum, which adds in float32 and would move twice the bytes.
     out_BTD = jax.lax.reduce_sum(active.place(out_SBTD, *place), (0,))
-    total = jax.tree.map(functools.partial(jnp.sum, axis=0), counted)
-    return constrain(out_BTD, "residual"), total
+    return constrain(out_BTD, "residual"), counted
 
 
 def _check(pipe: _Pipeline, x_BTD: jax.Array, params: PyTree) -> None:
@@ -231,7 +237,7 @@ def _check(pipe: _Pipeline, x_BTD: jax.Array, params: PyTree) -> None:
 
 
 def _stage(
-    pipe: _Pipeline, sums: PyTree, x_SBTD: jax.Array, params: PyTree, context: Context
+    pipe: _Pipeline, x_SBTD: jax.Array, params: PyTree, context: Context
 ) -> tuple[jax.Array, PyTree]:
     """All ticks of one stage; zeros from all but the last one, whose result counts.
 
@@ -243,6 +249,7 @@ def _stage(
     cut = (stages.num_rounds, stages.block)
     chunks = jax.tree.map(lambda w: w.reshape(*cut, *w.shape[1:]), params), pipe.own_rows(stage)
     x_RMBTD = pipe.split(x_SBTD[0])
+    sums = pipe.zeros(_take(x_RMBTD, 0))
     context = jax.tree.map(pipe.split, context)
 
     def tick(

@@ -138,26 +138,26 @@ TALLY = "tally"
 """What a block of experts takes to count with, a `Tally`."""
 
 Sums = dict[str, jax.Array]
-"""What the experts of all layers count, float32 scalars summed over tokens and layers: the losses
-`load_balance` and `router_z`, see `jaxtp.models.moe`; and of tokens x chosen how many were
-`assigned` and how many of those `dropped`."""
+"""What experts count, float32 and summed over layers; (batch,) in a layer, scalars behind them. The
+losses `load_balance` and `router_z`, summed over tokens, see `jaxtp.models.moe`; and of tokens x
+chosen how many were `assigned` and how many of those `dropped`."""
 
 
 class Tally:
-    """Collects the sums of one layer while it runs."""
+    """Collects what one layer counts while it runs."""
 
-    def __init__(self) -> None:
-        self.sums = no_sums()
+    def __init__(self, x_BTD: jax.Array) -> None:
+        self.sums = no_sums(x_BTD)
 
     def add(self, found: Sums) -> None:
-        """Adds those of one mixture of experts."""
+        """Adds what one mixture of experts counts."""
         self.sums = jax.tree.map(jnp.add, self.sums, found)
 
 
-def no_sums() -> Sums:
-    """Those of no layers."""
+def no_sums(x_BTD: jax.Array) -> Sums:
+    """What no layer counts of a residual stream."""
     names = ("load_balance", "router_z", "assigned", "dropped")
-    return {name: jnp.float32(0) for name in names}
+    return {name: jnp.zeros(x_BTD.shape[:1], jnp.float32) for name in names}
 
 
 def _same(x: jax.Array) -> jax.Array:
@@ -209,12 +209,12 @@ def scan_layers(
     def counting(
         x_BTD: jax.Array, params: nnx.State, context: Mapping[str, Any]
     ) -> tuple[jax.Array, Sums]:
-        tally = Tally()
+        tally = Tally(x_BTD)
         return nnx.merge(graph, params)(x_BTD, {**context, TALLY: tally}), tally.sums
 
     how: Any = {"context": context, "remat": remat, "rows": rows}
     if layers.has_experts:
-        return stacked.scan_counting(counting, x_BTD, params, sums=no_sums(), **how)
+        return stacked.scan_counting(counting, x_BTD, params, zeros=no_sums, **how)
     return stacked.scan_layers(layer, x_BTD, params, **how), None
 
 

@@ -4,6 +4,7 @@ Shape suffixes as in `jaxtp.models.layers`, and E experts, C those chosen for a 
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Literal
 
@@ -86,13 +87,13 @@ class MoE(nnx.Module):
         weights_BTC, index_BTC = choose(
             scores_BTE, self.routing, None if correction is None else correction[...]
         )
-        out_BTD, dropped = run_experts(
+        out_BTD, dropped_B = run_experts(
             h_BTD, weights_BTC, index_BTC, self._weights(h_BTD.dtype), self._gate, self.capacity
         )
         if tally is not None:
-            assigned = {"dropped": dropped, "assigned": jnp.float32(index_BTC.size)}
-            sums = balance(scores_BTE, index_BTC, self.routing) | assigned
-            tally.add(jax.tree.map(jnp.float32, sums))
+            assigned_B = jnp.full_like(dropped_B, math.prod(index_BTC.shape[1:]))
+            sums = balance(scores_BTE, index_BTC, self.routing)
+            tally.add({**sums, "dropped": dropped_B, "assigned": assigned_B})
         if (shared := getattr(self, "shared_experts", None)) is not None:
             out_BTD = out_BTD + shared(h_BTD)
         return out_BTD
@@ -128,7 +129,8 @@ def choose(
     affinity_BTE = affinities(scores_BTE, routing)
     wanted_BTE = jax.lax.stop_gradient(affinity_BTE)
     if correction_E is not None:
-        wanted_BTE = wanted_BTE + jax.lax.stop_gradient(correction_E.astype(jnp.float32))
+        correction_11E = correction_E.astype(jnp.float32)[None, None]
+        wanted_BTE = wanted_BTE + jax.lax.stop_gradient(correction_11E)
     if routing.num_groups > 1:
         wanted_BTE = _within_groups(wanted_BTE, routing)
     index_BTC = jax.lax.top_k(wanted_BTE, routing.num_chosen)[1]
@@ -150,15 +152,15 @@ def _within_groups(wanted_BTE: jax.Array, routing: Routing) -> jax.Array:
     wanted_BTGE = wanted_BTE.reshape(*wanted_BTE.shape[:2], routing.num_groups, -1)
     best_BTG = jnp.sum(jax.lax.top_k(wanted_BTGE, routing.group_rank)[0], axis=-1)
     chosen_BTG = jax.lax.top_k(best_BTG, routing.num_groups_chosen)[1]
-    is_chosen_BTG = jnp.any(
-        chosen_BTG[..., None] == jnp.arange(routing.num_groups), axis=-2
-    )
+    is_chosen_BTG = jnp.any(jax.nn.one_hot(chosen_BTG, routing.num_groups, dtype=bool), axis=-2)
     kept_BTGE = jnp.where(is_chosen_BTG[..., None], wanted_BTGE, -jnp.inf)
     return kept_BTGE.reshape(wanted_BTE.shape)
 
 
 def balance(scores_BTE: jax.Array, index_BTC: jax.Array, routing: Routing) -> Sums:
-    """Two losses, each summed over tokens, so that they do not depend on how a batch is split.
+    """Two losses of each sequence, summed over its tokens, float32 (batch,).
+
+    None depends on how a batch is split over devices or into micro-batches.
 
     `load_balance`: within each sequence, experts x the sum over experts of the share of choices
     that an expert has times its mean affinity; 1 a token when balanced. Equations 4 to 6 of the
@@ -174,11 +176,10 @@ def balance(scores_BTE: jax.Array, index_BTC: jax.Array, routing: Routing) -> Su
     num_tokens, num_experts = scores_BTE.shape[1:]
     affinity_BTE = affinities(scores_BTE, routing)
     share_BTE = affinity_BTE / jnp.sum(affinity_BTE, axis=-1, keepdims=True)
-    is_chosen = index_BTC[..., None] == jnp.arange(num_experts)
-    counts_BE = jnp.sum(is_chosen, axis=(1, 2), dtype=jnp.float32)
+    counts_BE = jnp.sum(jax.nn.one_hot(index_BTC, num_experts), axis=(1, 2))
     fraction_BE = counts_BE / (num_tokens * routing.num_chosen)
     both_B = jnp.sum(fraction_BE * jnp.sum(share_BTE, axis=1), axis=-1)
     return {
-        "load_balance": num_experts * jnp.sum(both_B),
-        "router_z": jnp.sum(jax.nn.logsumexp(scores_BTE, axis=-1) ** 2),
+        "load_balance": num_experts * both_B,
+        "router_z": jnp.sum(jax.nn.logsumexp(scores_BTE, axis=-1) ** 2, axis=-1),
     }

@@ -1,0 +1,196 @@
+"""Experts work on the tokens that chose them: the numbers of the plain loop over experts."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from rounding import assert_close
+
+import jaxtp
+from jaxtp.config.settings import Precision
+from jaxtp.errors import SizeMismatch
+from jaxtp.layers.experts import Capacity
+from jaxtp.models import moe
+from jaxtp.models.llama import Llama, LlamaConfig
+from jaxtp.plan.stages import Stages
+from jaxtp.train.language import NextToken
+from jaxtp.train.update import init_state, make_update
+
+BATCH, SEQ, EXPERTS, CHOSEN = 8, 6, 8, 2
+CONFIG = LlamaConfig(
+    vocab_size=48,
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=4,
+    intermediate_size=16,
+    dtype="float32",
+    num_experts=EXPERTS,
+    num_experts_per_tok=CHOSEN,
+    n_shared_experts=1,
+    router_aux_loss_coef=0.01,
+    router_z_loss_coef=0.001,
+)
+TOKENS = np.random.default_rng(0).integers(0, 48, (BATCH, SEQ + 1)).astype(np.int32)
+MICRO_BATCHES = 2
+
+
+def plain_loop(h_BTD, weights_BTK, index_BTK, experts, gate, capacity, *, groups=1):
+    """Every expert on every token; what finds no room in its group of sequences counts nothing."""
+    num_experts = len(experts.gate_EDF)
+    is_chosen_GAE = jax.nn.one_hot(index_BTK, num_experts, dtype=jnp.int32).reshape(
+        groups, -1, num_experts
+    )
+    rank_GA = jnp.sum((jnp.cumsum(is_chosen_GAE, axis=1) - 1) * is_chosen_GAE, axis=-1)
+    rank_BTK = rank_GA.reshape(index_BTK.shape)
+    num_tokens = h_BTD.shape[0] * h_BTD.shape[1] // groups
+    size = capacity.of(num_tokens, index_BTK.shape[-1], num_experts)
+    kept_BTK = (rank_BTK < size) | (not capacity.drops)
+    out_BTD = 0
+    for e in range(num_experts):
+        inner_BTF = gate(h_BTD @ experts.gate_EDF[e], h_BTD @ experts.up_EDF[e])
+        weight_BT = jnp.sum(weights_BTK * kept_BTK * (index_BTK == e), axis=-1)
+        out_BTD += inner_BTF @ experts.down_EFD[e] * weight_BT[..., None]
+    return out_BTD, jnp.sum(~kept_BTK, axis=(1, 2))
+
+
+@functools.cache
+def parameters():
+    """Of the model, drawn once."""
+    return nnx.split(Llama(CONFIG, nnx.Rngs(0)))[1]
+
+
+def three_updates(sizes, config):
+    """Metrics of three steps and the parameters behind them."""
+    graph = nnx.split(nnx.eval_shape(lambda: Llama(config, nnx.Rngs(0))))[0]
+    mesh = jaxtp.make_mesh(devices=jax.devices()[: int(np.prod(list(sizes.values())))], **sizes)
+    stages = Stages.even(2, sizes["pp"], micro_batches=MICRO_BATCHES) if "pp" in sizes else None
+    plan = jaxtp.make_plan(parameters(), mesh, config=config, stages=stages)
+    tx = optax.sgd(1.0)
+    state = jaxtp.shard(init_state(parameters(), tx, Precision()), mesh, plan=plan)
+    update = make_update(NextToken(graph), tx, lambda _: 1.0, plan, mesh)
+    step = jaxtp.jit_step(update, state, mesh, plan=plan)
+    batch = jaxtp.shard_batch({"tokens": TOKENS}, mesh)
+    rows = []
+    for _ in range(3):
+        state, metrics = step(state, batch)
+        rows.append({name: float(value) for name, value in metrics.items()})
+    return rows, jax.tree.leaves(jaxtp.unshard(state.params, plan=plan))
+
+
+@functools.cache
+def by_plain_loop(config, groups):
+    """The same on one device by the loop."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(moe, "run_experts", functools.partial(plain_loop, groups=groups))
+        return three_updates({"tp": 1}, config)
+
+
+# Mesh, capacity factor, whether tokens are dropped, groups of tokens that share a capacity. A
+# factor of 0.5 leaves most experts without room.
+CASES = [
+    ({"tp": 1}, 0.5, False, 1),
+    ({"tp": 2}, 0.5, True, 1),
+    ({"ep": 4, "tp": 1}, 0.5, False, 4),
+    ({"fsdp": 2, "ep": 2, "tp": 2}, 0.5, True, 4),
+    ({"pp": 2, "ep": 2, "tp": 2}, 0.5, True, 4),
+]
+
+
+@pytest.mark.parametrize(("sizes", "factor", "drops", "groups"), CASES, ids=str)
+def test_loss_gradients_and_updates_are_those_of_the_plain_loop(sizes, factor, drops, groups):
+    config = dataclasses.replace(CONFIG, capacity_factor=factor, drop_tokens=drops)
+    got, got_params = three_updates(sizes, config)
+    want, want_params = by_plain_loop(config, groups if drops else 1)
+    for row, expected in zip(got, want, strict=True):
+        assert row == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    assert (got[0]["dropped"] > 0) == drops
+    assert_close(got_params, want_params, BATCH * SEQ * CONFIG.hidden_size)
+
+
+def routing(**options):
+    return moe.Routing(num_chosen=2, **options)
+
+
+def test_weights_are_the_softmax_of_the_chosen_scores():
+    scores = jnp.float32([[[1.0, 3.0, 2.0, -1.0]]])
+    weights, index = moe.choose(scores, routing())
+    assert index.tolist() == [[[1, 2]]]
+    np.testing.assert_allclose(weights[0, 0], jax.nn.softmax(jnp.float32([3.0, 2.0])), rtol=1e-6)
+
+
+def test_sigmoid_routing_corrects_the_choice_and_not_the_weights():
+    scores = jnp.float32([[[0.0, 1.0, 2.0, 3.0, -4.0, 0.5, 0.2, 0.1]]])
+    correction = jnp.zeros(8).at[0].set(5.0)
+    options = {"scoring": "sigmoid", "num_groups": 4, "num_groups_chosen": 1, "scale": 2.5}
+    weights, index = moe.choose(scores, routing(**options), correction)
+    # The group of experts 0 and 1 is the best by its corrected scores.
+    assert index.tolist() == [[[0, 1]]]
+    plain = jax.nn.sigmoid(scores[0, 0, :2])
+    np.testing.assert_allclose(weights[0, 0], 2.5 * plain / plain.sum(), rtol=1e-6)
+
+
+def test_balanced_routing_has_a_balance_loss_of_one_a_token():
+    scores = jnp.eye(4, dtype=jnp.float32)[None] * 50.0
+    found = moe.balance(scores, jnp.arange(4)[None, :, None], moe.Routing(num_chosen=1))
+    np.testing.assert_allclose(found["load_balance"], [4.0], rtol=1e-6)
+    collapsed = moe.balance(scores[:, :1].repeat(4, 1), jnp.zeros((1, 4, 1), int), routing())
+    assert collapsed["load_balance"][0] > 4.0
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "factor", "want"),
+    [(1024, 1.0, 256), (1024, 1.25, 320), (3, 8.0, 3), (1, 0.1, 1)],
+)
+def test_capacity_is_the_factor_times_what_balance_needs(num_tokens, factor, want):
+    assert Capacity(factor, drops=True).of(num_tokens, 2, 8) == want
+
+
+def plan_of(num_experts, sizes):
+    config = dataclasses.replace(CONFIG, num_experts=num_experts)
+    params = jaxtp.models.abstract(config)
+    return jaxtp.make_plan(params, sizes, config=config)
+
+
+GATE = "layers/mlp/experts/gate_proj/kernel"
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "sizes", "spec"),
+    [
+        (8, {"ep": 4, "tp": 2}, ((), ("tp", "ep"), (), ())),
+        (8, {"ep": 8, "tp": 2}, ((), ("ep",), (), ("tp",))),
+        (8, {"ep": 2, "tp": 1}, ((), ("tp", "ep"), (), ())),
+        (8, {"fsdp": 2, "ep": 4, "tp": 2}, ((), ("tp", "ep"), ("fsdp",), ())),
+    ],
+    ids=str,
+)
+def test_whole_experts_go_on_ep_and_tp_takes_what_it_can(num_experts, sizes, spec):
+    plan = plan_of(num_experts, sizes)
+    assert plan[GATE].spec == spec
+    assert f"ep={sizes['ep']} on dim 1" in plan.explain(GATE)
+
+
+def test_what_is_no_expert_takes_ep_for_data():
+    plan = plan_of(8, {"fsdp": 2, "ep": 2, "tp": 2})
+    assert plan.mesh.batch == ("fsdp", "ep")
+    assert plan["layers/self_attn/q_proj/kernel"].dim_on(["ep"]) == 1
+
+
+def test_experts_that_ep_does_not_divide_are_an_error():
+    with pytest.raises(SizeMismatch, match="8 experts do not divide over ep=3") as caught:
+        plan_of(8, {"ep": 3, "tp": 1})
+    assert GATE in str(caught.value)
+    assert "1, 2, 4 and 8" in str(caught.value)
+
+
+def test_an_ep_axis_without_experts_is_noted():
+    config = dataclasses.replace(CONFIG, num_experts=0, num_experts_per_tok=0, n_shared_experts=0)
+    plan = jaxtp.make_plan(jaxtp.models.abstract(config), {"ep": 2, "tp": 2}, config=config)
+    assert any("no parameter has experts" in note for note in plan.notes)
