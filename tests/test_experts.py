@@ -187,7 +187,7 @@ def test_experts_that_ep_does_not_divide_are_an_error():
     with pytest.raises(SizeMismatch, match="8 experts do not divide over ep=3") as caught:
         plan_of(8, {"ep": 3, "tp": 1})
     assert GATE in str(caught.value)
-    assert "1, 2, 4 and 8" in str(caught.value)
+    assert "ep of 1, 2, 4, 8" in str(caught.value)
 
 
 def test_an_ep_axis_without_experts_is_noted():

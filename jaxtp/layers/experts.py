@@ -61,8 +61,8 @@ class ExpertWeights(NamedTuple):
     down_ED: jax.Array | None = None
 
 
-INNER_DIM = ExpertWeights(2, 2, 1, 1, 1, None)  # pyright: ignore[reportArgumentType]
-"""Which dim of each array is the width inside an expert."""
+INNER_DIM: tuple[int | None, ...] = (2, 2, 1, 1, 1, None)
+"""Which dim of each of these arrays is the width inside an expert."""
 
 Gate = Callable[[jax.Array, jax.Array], jax.Array]
 """What becomes of gate and up in front of the last product."""

@@ -210,7 +210,8 @@ def scan_layers(
         x_BTD: jax.Array, params: nnx.State, context: Mapping[str, Any]
     ) -> tuple[jax.Array, Sums]:
         tally = Tally(x_BTD)
-        return nnx.merge(graph, params)(x_BTD, {**context, TALLY: tally}), tally.sums
+        with_tally: dict[str, Any] = {**context, TALLY: tally}
+        return nnx.merge(graph, params)(x_BTD, with_tally), tally.sums
 
     how: Any = {"context": context, "remat": remat, "rows": rows}
     if layers.has_experts:

@@ -49,20 +49,21 @@ class NextToken:
         return nats + extra, {"nats": nats, "tokens": jnp.float32(targets.size), **sums}
 
     def metrics(self, sums: Mapping[str, jax.Array], count: jax.Array) -> dict[str, jax.Array]:
-        """Nats of a prediction that counts; of experts, what tables show.
+        """What tables show of experts; nothing without any.
 
+        `nats` are those of a prediction, where the loss has those of experts added to it;
         `load_balance` and `router_z` are means over tokens, summed over layers; `dropped` counts
         tokens, once for every expert that had no room for them, over all layers and devices.
         """
-        found = {"loss": sums["nats"] / count}
-        if "dropped" in sums:
-            each = {name: sums[name] / sums["tokens"] for name in ("load_balance", "router_z")}
-            found |= {
-                **each,
-                "dropped": sums["dropped"],
-                "dropped_share": sums["dropped"] / sums["assigned"],
-            }
-        return found
+        if "dropped" not in sums:
+            return {}
+        return {
+            "nats": sums["nats"] / count,
+            "load_balance": sums["load_balance"] / sums["tokens"],
+            "router_z": sums["router_z"] / sums["tokens"],
+            "dropped": sums["dropped"],
+            "dropped_share": sums["dropped"] / sums["assigned"],
+        }
 
     def count(self, batch: Batch) -> jax.Array:
         """Predictions that count, a float32 scalar."""

@@ -51,7 +51,7 @@ class CountingLoss(Loss, Protocol):
         ...
 
     def metrics(self, sums: PyTree, count: jax.Array) -> Mapping[str, jax.Array]:
-        """Metrics of those sums over a batch of this `count`; `loss` is one of them."""
+        """Metrics of those sums over a batch of this `count`."""
         ...
 
 
@@ -177,11 +177,7 @@ def make_update(
         trained = _trained(state.params, trains)
 
         def weighted(trained: PyTree, micro: PyTree) -> tuple[jax.Array, PyTree]:
-            params, sums = _with_trained(state.params, trained, trains), {}
-            if isinstance(loss, CountingLoss):
-                total, sums = loss.objective(params, micro)
-            else:
-                total = loss.total(params, micro)
+            total, sums = _objective(loss, _with_trained(state.params, trained, trains), micro)
             return total * (scale / count), sums
 
         (total, sums), grads = mean_gradients(
@@ -207,14 +203,20 @@ def make_update(
             state.loss_scale,
         )
         metrics = {"loss": total, "grad_norm": norm, "lr": schedule(state.num_updates)}
-        if isinstance(loss, CountingLoss):
-            metrics |= loss.metrics(sums, count)
+        metrics |= loss.metrics(sums, count) if isinstance(loss, CountingLoss) else {}
         if state.loss_scale is not None:
             metrics["loss_scale"] = scale
             new = _unless_overflow(new, state, jnp.isfinite(norm + total), settings)
         return new, {name: jnp.float32(value) for name, value in metrics.items()}
 
     return update
+
+
+def _objective(loss: Loss, params: PyTree, batch: PyTree) -> Total:
+    """What is minimised, and what is counted beside it; of most losses nothing."""
+    if isinstance(loss, CountingLoss):
+        return loss.objective(params, batch)
+    return loss.total(params, batch), {}
 
 
 def to_host(state: TrainState) -> TrainState:
