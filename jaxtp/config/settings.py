@@ -301,6 +301,26 @@ class Lora:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """How the experts of a mixture share the tokens."""
+
+    __pydantic_config__: Strict = STRICT
+
+    capacity_factor: float = 0.0
+    """Room for tokens that every expert has on a device, over what it needs where all have as many;
+    0 takes the model's."""
+
+    drop_tokens: bool = False
+    """Drop what finds no room, and count it; otherwise further rounds work on it."""
+
+    load_balance_loss: float = 0.0
+    """What the loss for balanced experts is multiplied by; 0 takes the model's."""
+
+    router_z_loss: float = 0.0
+    """The same for the loss that keeps the router's scores small."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """One training run."""
 
@@ -338,6 +358,7 @@ class Config:
     zero: Zero = Zero()
     tensor: Tensor = Tensor()
     communication: Communication = Communication()
+    experts: Experts = Experts()
     precision: Precision = Precision()
     lora: Lora = Lora()
     optimizer: Optimizer = dataclasses.field(default_factory=Optimizer)
@@ -352,6 +373,8 @@ AT_LEAST: Mapping[str, float] = {
     "mesh.tp": 1, "mesh.pp": 1, "batch.size": 0,
     "batch.micro_size": 0, "batch.accumulation": 1, "pipeline.rounds": 1,
     "pipeline.micro_batches": 0, "communication.gradient_fusion": 0,
+    "experts.capacity_factor": 0,
+    "experts.load_balance_loss": 0, "experts.router_z_loss": 0,
     "precision.loss_scale": 0, "precision.loss_scale_window": 1, "optimizer.learning_rate": 0,
     "optimizer.warmup_steps": 0, "optimizer.end_share": 0, "optimizer.clip": 0,
     "optimizer.weight_decay": 0, "run.eval_every": 1, "run.eval_windows": 1,

@@ -2,12 +2,13 @@
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 from jax.sharding import Mesh
 
 from jaxtp import models
 from jaxtp.config.batch_sizes import is_sequence_parallel
-from jaxtp.config.settings import Config, Lora
+from jaxtp.config.settings import Config, Experts, Lora
 from jaxtp.cost.stage_balance import deal
 from jaxtp.errors import BadConfig
 from jaxtp.hardware.clusters import Cluster
@@ -22,11 +23,12 @@ def model_of(config: Config) -> models.Config:
     """The model of a config: of a preset, with the types, remat, kernel and depth it asks for.
 
     Raises:
-        BadConfig: TP020, if no preset has the name.
+        BadConfig: TP020, if no preset has the name, or experts are set of a model without any.
     """
     published = models.config_of(config.model)
     return dataclasses.replace(
         published,
+        **_of_experts(config.experts, published),
         num_hidden_layers=config.layers or published.num_hidden_layers,
         dtype=config.precision.compute,
         param_dtype=config.precision.params,
@@ -35,6 +37,20 @@ def model_of(config: Config) -> models.Config:
         attention_implementation="xla" if config.attention == "auto" else config.attention,
         lora=lora_of(config.lora),
     )
+
+
+def _of_experts(settings: Experts, model: models.Config) -> dict[str, Any]:
+    """What a section of settings changes in a model."""
+    given = {
+        "capacity_factor": settings.capacity_factor,
+        "drop_tokens": settings.drop_tokens,
+        "router_aux_loss_coef": settings.load_balance_loss,
+        "router_z_loss_coef": settings.router_z_loss,
+    }
+    found = {name: value for name, value in given.items() if value}
+    if found and not getattr(model, "num_experts", 0):
+        raise BadConfig("the model has no experts", where="experts", fix="leave the section out")
+    return found
 
 
 def lora_of(settings: Lora) -> models.Lora | None:
