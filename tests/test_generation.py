@@ -87,15 +87,27 @@ def test_the_same_key_draws_the_same_tokens_on_every_mesh(llama):
 
 
 def test_a_second_call_compiles_nothing(llama):
-    def call(prompts):
-        jaxtp.generate(llama, prompts, max_new_tokens=6, end_tokens=(98,))
+    def call(prompts, temperature):
+        jaxtp.generate(
+            llama,
+            prompts,
+            max_new_tokens=6,
+            end_tokens=(98,),
+            temperature=temperature,
+            top_p=1 - temperature / 3,
+            min_p=temperature / 9,
+        )
 
-    call(PROMPTS)
-    with jax.log_compiles(False), jax.check_tracer_leaks(False):
-        before = run.prompt_program.cache_info().misses, run.token_program.cache_info().misses
-        call([[3, 4], [5], [6, 7, 8, 9]])
-    after = run.prompt_program.cache_info().misses, run.token_program.cache_info().misses
-    assert after == before
+    def compiled():
+        programs = (run.prompt_program, run.token_program)
+        return [program.cache_info().misses for program in programs]
+
+    call(PROMPTS, 0.7)
+    before = compiled()
+    call([[3, 4], [5], [6, 7, 8, 9]], 0.3)
+    assert compiled() == before
+    call(PROMPTS, 0.0)
+    assert compiled() != before  # the likeliest token is another program
 
 
 def test_rows_end_at_end_tokens_and_stop_strings(llama):

@@ -39,8 +39,7 @@ ACTIVATIONS: dict[str, tuple[str, ...]] = {
     "mlp": (BATCH, REPLICATED, UNITS),
     # Keys or values of one layer, and of all layers, while generating.
     "cache": (BATCH, UNITS, REPLICATED, REPLICATED),
-    # Parts of the vocabulary that the tensor axes hold, and the likeliest tokens of all of them.
-    "vocab_parts": (BATCH, UNITS, REPLICATED),
+    # The likeliest tokens of all parts of the vocabulary.
     "candidates": (BATCH, REPLICATED),
     "caches": (REPLICATED, BATCH, UNITS, REPLICATED, REPLICATED),
     "logits": (BATCH, REPLICATED, UNITS),

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from jaxtp.activations.by_name import constrain, use_plan
 from jaxtp.compile.options import Value, probe
-from jaxtp.generation.sampling import Sampling, choose
+from jaxtp.generation.sampling import Numbers, Sampling, choose
 from jaxtp.models.cache import Cache
 from jaxtp.models.decoder import Decoder
 from jaxtp.plan.decisions import Plan
@@ -64,7 +64,7 @@ class Setting:
         graph: The model's structure.
         plan: Where its parameters lie; None on one device.
         mesh: The plan's mesh; None with it.
-        sampling: How tokens are chosen.
+        sampling: The kind of how tokens are chosen; `Numbers` are arguments of the programs.
         end_tokens: Ids that end a row.
         prompt_slots: Slots of the padded prompts.
         new_slots: Slots behind them.
@@ -87,16 +87,30 @@ class Setting:
         with use_plan(self.plan, self.mesh):
             yield
 
+    def copies(self, batch: int) -> int:
+        """How often a token is to be computed: twice where a device has a single row.
+
+        Of one row XLA makes no matrix product: it multiplies all of a weight by it, writes that,
+        and adds it up. And a lookup of one row in a sharded token table gathers the table.
+        """
+        rows = batch if self.plan is None else batch // self.plan.mesh.ways(self.plan.mesh.batch)
+        return 2 if rows == 1 else 1
+
 
 @functools.cache
 def prompt_program(setting: Setting) -> Callable[..., Progress]:
-    """`(parameters, tokens (batch, P), first (batch,), done (batch,), keys (batch,)) -> Progress`.
+    """`(parameters, tokens (batch, P), first, done, keys (batch,), Numbers) -> Progress`.
 
     Prompts end together, in slot P - 1; the first new token is among what comes out.
     """
 
     def run(
-        params: PyTree, tokens_BP: jax.Array, first_B: jax.Array, done_B: jax.Array, keys: jax.Array
+        params: PyTree,
+        tokens_BP: jax.Array,
+        first_B: jax.Array,
+        done_B: jax.Array,
+        keys: jax.Array,
+        numbers: Numbers,
     ) -> Progress:
         with setting.plan_in_force():
             model = nnx.merge(setting.graph, params)
@@ -115,7 +129,7 @@ def prompt_program(setting: Setting) -> Callable[..., Progress]:
                 first=first_B,
                 keys=keys,
             )
-            return _taken(setting, model, h_BPD[:, -1:], progress)
+            return _taken(setting, model, h_BPD[:, -1:], progress, numbers)
 
     return jax.jit(run)
 
@@ -124,7 +138,7 @@ def prompt_program(setting: Setting) -> Callable[..., Progress]:
 def token_program(
     setting: Setting, shardings: tuple[jax.sharding.Sharding, ...]
 ) -> Callable[..., Progress]:
-    """`(parameters, Progress, limit) -> Progress`: until all rows have `limit` or have ended.
+    """`(parameters, Progress, limit, Numbers) -> Progress`: until rows have `limit` or have ended.
 
     The state is donated and comes back in the same place, so that one call may follow the other.
 
@@ -133,7 +147,7 @@ def token_program(
         shardings: Where the leaves of the state lie.
     """
 
-    def run(params: PyTree, progress: Progress, limit: jax.Array) -> Progress:
+    def run(params: PyTree, progress: Progress, limit: jax.Array, numbers: Numbers) -> Progress:
         def goes_on(progress: Progress) -> jax.Array:
             return (progress.step < limit) & ~jnp.all(progress.done)
 
@@ -141,8 +155,12 @@ def token_program(
             model = nnx.merge(setting.graph, params)
             last_B1 = jax.lax.dynamic_slice_in_dim(progress.tokens, progress.step - 1, 1, axis=1)
             slot = setting.prompt_slots + progress.step - 1
-            h_B1D, cache = model.extend(last_B1, progress.cache, slot, progress.first)
-            return _taken(setting, model, h_B1D, progress._replace(cache=cache))
+            copies = setting.copies(last_B1.shape[0])
+            rows = (jnp.repeat(x, copies, axis=0) for x in (last_B1, progress.first))
+            last_B1, first_B = jax.lax.optimization_barrier(tuple(rows))  # or XLA undoes it
+            h_B1D, cache = model.extend(last_B1, progress.cache, slot, first_B)
+            progress = progress._replace(cache=cache)
+            return _taken(setting, model, h_B1D[::copies], progress, numbers)
 
         with setting.plan_in_force():
             return jax.lax.while_loop(goes_on, step, progress)
@@ -153,11 +171,14 @@ def token_program(
     return jax.jit(run, donate_argnums=1, out_shardings=places, compiler_options=options)
 
 
-def _taken(setting: Setting, model: Decoder, h_B1D: jax.Array, progress: Progress) -> Progress:
+def _taken(
+    setting: Setting, model: Decoder, h_B1D: jax.Array, progress: Progress, numbers: Numbers
+) -> Progress:
     """One more token of every row that has not ended."""
     logits_BV = model.logits(h_B1D)[:, 0]
     fold = jax.vmap(jax.random.fold_in, in_axes=(0, None))
-    token_B, logp_B = choose(logits_BV, setting.sampling, fold(progress.keys, progress.step))
+    keys_B = fold(progress.keys, progress.step)
+    token_B, logp_B = choose(logits_BV, setting.sampling, keys_B, numbers)
     goes_B = ~progress.done
 
     def written(all_BN: jax.Array, new_B: jax.Array) -> jax.Array:

@@ -124,7 +124,7 @@ def generate(
         graph=graph,
         plan=plan,
         mesh=mesh,
-        sampling=sampling,
+        sampling=sampling.kind,
         end_tokens=tuple(end_tokens),
         prompt_slots=_slots(max(map(len, rows))),
         new_slots=_slots(max_new_tokens),
@@ -132,13 +132,13 @@ def generate(
     batch = _batch(setting, rows, samples, jax.random.key(0) if key is None else key)
     texts = _Texts(tokenizer, tuple(stop), len(rows) * samples, on_text)
     with auto_context():
-        progress = prompt_program(setting)(params, *batch)
+        progress = prompt_program(setting)(params, *batch, sampling.numbers)
         more = token_program(setting, tuple(x.sharding for x in jax.tree.leaves(progress)))
         texts.take(progress)
         chunk = CHUNK if stop or on_text is not None else max_new_tokens
         while texts.step < max_new_tokens and not texts.all_done:
             limit = jnp.int32(min(texts.step + chunk, max_new_tokens))
-            progress = more(params, texts.stopped(progress), limit)
+            progress = more(params, texts.stopped(progress), limit, sampling.numbers)
             texts.take(progress)
     return texts.answers(samples, setting.end_tokens)
 

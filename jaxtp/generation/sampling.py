@@ -7,10 +7,14 @@ largest candidates of each shard. Shape suffixes: B batch, V vocab, C candidates
 """
 
 import dataclasses
+import functools
 import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
 
 from jaxtp.activations.by_name import active_plan, constrain
 from jaxtp.errors import BadConfig
@@ -50,9 +54,32 @@ class Sampling:
             if not is_right:
                 raise BadConfig(f"{name} is {getattr(self, name)}", where=name, fix=fix)
 
+    @property
+    def kind(self) -> "Sampling":
+        """The same for all that one compiled program serves: which steps there are, and top_k."""
+        return Sampling(
+            temperature=float(self.temperature > 0),
+            top_k=self.top_k if self.temperature > 0 else 0,
+            top_p=0.5 if self.top_p < 1 and self.temperature > 0 else 1.0,
+            min_p=0.5 if self.min_p > 0 and self.temperature > 0 else 0.0,
+        )
+
+    @property
+    def numbers(self) -> "Numbers":
+        """What may differ between two runs of one program."""
+        return Numbers(*map(np.float32, (self.temperature, self.top_p, self.min_p)))
+
+
+class Numbers(NamedTuple):
+    """Run-time values of a program's sampling, float32 scalars; see `Sampling`."""
+
+    temperature: Any
+    top_p: Any
+    min_p: Any
+
 
 def choose(
-    logits_BV: jax.Array, sampling: Sampling, keys_B: jax.Array
+    logits_BV: jax.Array, sampling: Sampling, keys_B: jax.Array, numbers: Numbers | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """The next token of every row and its log-probability, int32 and float32 (batch,).
 
@@ -61,14 +88,16 @@ def choose(
         sampling: How to draw. The probability that is reported is the model's own: of all tokens,
             at temperature 1.
         keys_B: A random key for each row; unused if the temperature is 0.
+        numbers: What counts instead of the numbers of `sampling`, which then says the kind alone.
     """
+    numbers = sampling.numbers if numbers is None else numbers
     logits_BV = logits_BV.astype(jnp.float32)
     if sampling.temperature == 0:
         token_B = argmax(logits_BV)
     else:
-        scaled_BV = logits_BV / sampling.temperature
+        scaled_BV = logits_BV / numbers.temperature
         noise_BV = jax.vmap(lambda key: jax.random.gumbel(key, scaled_BV.shape[1:]))(keys_B)
-        least_B = threshold(scaled_BV, sampling)
+        least_B = threshold(scaled_BV, sampling, numbers)
         token_B = argmax(jnp.where(scaled_BV >= least_B[:, None], scaled_BV + noise_BV, -jnp.inf))
     # Found by comparing and summing, as the loss does: an index would gather the logits.
     is_token_BV = jnp.arange(logits_BV.shape[1])[None] == token_B[:, None]
@@ -86,23 +115,30 @@ def argmax(x_BV: jax.Array) -> jax.Array:
     return jnp.min(jnp.where(is_largest_BV, index_V[None], x_BV.shape[1] - 1), axis=-1)
 
 
-def threshold(x_BV: jax.Array, sampling: Sampling) -> jax.Array:
-    """The least logit that may be drawn, float32 (batch,); -inf if all may."""
+def threshold(x_BV: jax.Array, sampling: Sampling, numbers: Numbers | None = None) -> jax.Array:
+    """The least logit that may be drawn, float32 (batch,); -inf if all may.
+
+    Args:
+        x_BV: Logits over the temperature.
+        sampling: See `choose`.
+        numbers: See `choose`.
+    """
+    numbers = sampling.numbers if numbers is None else numbers
     least_B = jnp.full(x_BV.shape[0], -jnp.inf)
     vocab = x_BV.shape[1]
     if 0 < sampling.top_k < vocab or sampling.top_p < 1:
         wanted = sampling.top_k or vocab
         few = min(vocab, max(NUM_CANDIDATES, sampling.top_k) if sampling.top_p < 1 else wanted)
-        least_B, is_exact_B = _nucleus(x_BV, candidates(x_BV, few), sampling)
+        least_B, is_exact_B = _nucleus(x_BV, candidates(x_BV, few), sampling, numbers.top_p)
         if few < vocab and sampling.top_p < 1:
             # Flat distributions only: all tokens are sorted where one row needs it.
             least_B = jax.lax.cond(
                 jnp.all(is_exact_B),
                 lambda: least_B,
-                lambda: _nucleus(x_BV, candidates(x_BV, vocab), sampling)[0],
+                lambda: _nucleus(x_BV, candidates(x_BV, vocab), sampling, numbers.top_p)[0],
             )
     if sampling.min_p > 0:
-        least_B = jnp.maximum(least_B, jnp.max(x_BV, axis=-1) + math.log(sampling.min_p))
+        least_B = jnp.maximum(least_B, jnp.max(x_BV, axis=-1) + jnp.log(numbers.min_p))
     return least_B
 
 
@@ -111,17 +147,24 @@ def candidates(x_BV: jax.Array, count: int) -> jax.Array:
 
     Each shard of the vocabulary gives its own largest, and the largest of these are the answer.
     """
-    plan, vocab = active_plan(), x_BV.shape[1]
-    ways = 1 if plan is None else plan.shape.ways(plan.shape.fit((vocab,)))
-    if ways == 1 or count * ways >= vocab:
+    plan, (batch, vocab) = active_plan(), x_BV.shape
+    axes = () if plan is None else plan.shape.fit((vocab,))
+    if plan is None or not axes or count * plan.shape.ways(axes) >= vocab:
         return jax.lax.top_k(x_BV, count)[0]
-    parts_BXV = constrain(x_BV.reshape(x_BV.shape[0], ways, -1), "vocab_parts")
-    parts_BXC = jax.lax.top_k(parts_BXV, count)[0]
-    return jax.lax.top_k(constrain(parts_BXC.reshape(x_BV.shape[0], -1), "candidates"), count)[0]
+    rows = plan.batch if batch % plan.shape.ways(plan.batch) == 0 else ()
+    # Mapped by hand: XLA sorts a batch of parts as one array, for which it gathers all of them.
+    spec = PartitionSpec(rows or None, axes)
+    largest = functools.partial(_largest, count=count)
+    parts_BC = jax.shard_map(largest, mesh=plan.mesh, in_specs=spec, out_specs=spec)(x_BV)
+    return jax.lax.top_k(constrain(parts_BC, "candidates"), count)[0]
+
+
+def _largest(x_BV: jax.Array, count: int) -> jax.Array:
+    return jax.lax.top_k(x_BV, count)[0]
 
 
 def _nucleus(
-    x_BV: jax.Array, largest_BC: jax.Array, sampling: Sampling
+    x_BV: jax.Array, largest_BC: jax.Array, sampling: Sampling, top_p: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """The threshold of top_k and top_p, and whether the candidates were enough to know it."""
     count, vocab = largest_BC.shape[1], x_BV.shape[1]
@@ -135,6 +178,6 @@ def _nucleus(
         return least_B, jnp.full(x_BV.shape[0], True)
     mass_BC = jnp.cumsum(jnp.exp(largest_BC - total_B[:, None]), axis=-1)
     before_BC = jnp.pad(mass_BC[:, :-1], ((0, 0), (1, 0)))
-    least_B = jnp.min(jnp.where(before_BC < sampling.top_p, largest_BC, jnp.inf), axis=-1)
-    is_exact_B = (mass_BC[:, -1] >= sampling.top_p) | (largest_BC.shape[1] == min(kept, vocab))
+    least_B = jnp.min(jnp.where(before_BC < top_p, largest_BC, jnp.inf), axis=-1)
+    is_exact_B = (mass_BC[:, -1] >= top_p) | (largest_BC.shape[1] == min(kept, vocab))
     return least_B, is_exact_B

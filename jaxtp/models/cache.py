@@ -42,7 +42,8 @@ class LayerCache:
 
     def __init__(self, cache: Cache, layer: jax.Array, slot: jax.Array, first_B: jax.Array) -> None:
         self.cache = cache
-        self.layer, self.slot, self.first_B = layer, slot, first_B
+        copies = first_B.shape[0] // cache.keys.shape[1]
+        self.layer, self.slot, self.first_B = layer, slot, first_B[::copies]
 
     def attend(
         self,
@@ -59,18 +60,22 @@ class LayerCache:
     ) -> jax.Array:
         """As `jaxtp.models.attention.attend`, over all slots; writes the new keys and values.
 
-        Several tokens are a prompt, in front of which there is nothing: they see each other.
+        Several tokens are a prompt, in front of which there is nothing: they see each other. Of one
+        token there may be several copies a row, see `Decoder.extend`.
         """
-        options = {"has_window": has_window, "scale": scale, "softcap": softcap}
+        options: dict[str, Any] = {"has_window": has_window, "scale": scale, "softcap": softcap}
         if q_BTNH.shape[1] > 1:
             out_BTNH = attend(
                 q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, implementation, window, **options
             )
         else:
+            copies = q_BTNH.shape[0] // self.cache.keys.shape[1]
+            q_BTNH, k_BTKH, v_BTKH = (x[::copies] for x in (q_BTNH, k_BTKH, v_BTKH))
             out_BTNH = self._step(q_BTNH, k_BTKH, v_BTKH, window, **options)
             # Read before it is written: what is written waits for what was read, so that XLA
             # needs no copy of the cache to write in place.
             out_BTNH, k_BTKH, v_BTKH = jax.lax.optimization_barrier((out_BTNH, k_BTKH, v_BTKH))
+            out_BTNH = jnp.repeat(out_BTNH, copies, axis=0)
         self.cache = Cache(
             *(self._written(*pair) for pair in zip(self.cache, (k_BTKH, v_BTKH), strict=True))
         )

@@ -78,6 +78,8 @@ class Decoder(nnx.Module):
 
         Args:
             tokens_BT: One token a row; or several in slots from 0 on, prompts that end together.
+                With one token a row the batch may be a multiple of the cache's: then it is so many
+                copies of each row, one after the other, of which the cache keeps one.
             cache: From `init_cache`, or from here.
             slot: Where the first of the tokens goes.
             first_B: The slot of each row's first token; what lies before it is padding.
