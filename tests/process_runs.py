@@ -6,7 +6,9 @@ python process_runs.py RUN ADDRESS NUM_PROCESSES PROCESS [OPTION ...]
 import contextlib
 import os
 import signal
+import subprocess
 import sys
+import threading
 import time
 
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
@@ -60,6 +62,24 @@ def steps(*run, fault="", culprit="1", seconds="0"):
             time.sleep(0.05)
 
 
+def alone_at_last(*run):
+    """Process 1 ends well, and process 0 works on for a while, in ways that are no wait for it."""
+    initialize(*run)
+    mesh = jaxtp.make_mesh(tp=8)
+    sharding = jax.NamedSharding(mesh, jax.P("tp"))
+    x = jax.jit(lambda x: x / x.sum())(jax.device_put(jnp.ones(8), sharding))
+    jax.block_until_ready(x)
+    if jax.process_index() == 0:
+        time.sleep(2)
+        threading.Event().wait(2)
+        subprocess.run(["sleep", "2"], check=True)
+        own = jnp.ones((512, 512))
+        end = time.monotonic() + 2
+        while time.monotonic() < end:
+            own = jax.jit(lambda x: x @ x / 512)(own)
+        print(f"sum {float(own.sum())}")  # noqa: T201
+
+
 def disagree(*run, flag="", setting=""):
     """Process 1 has another flag of jax or another setting."""
     is_other = run[2] == 1
@@ -85,11 +105,23 @@ def fail():
     raise RuntimeError("no more text")
 
 
-def leave():
-    sys.exit(3)
+def leave(status=3):
+    sys.exit(status)
 
 
-FAULTS = {"kill": die, "stop": freeze, "sleep": sleep, "raise": fail, "exit": leave}
+def raise_exit():
+    raise SystemExit(3)
+
+
+FAULTS = {
+    "kill": die,
+    "stop": freeze,
+    "sleep": sleep,
+    "raise": fail,
+    "exit": leave,
+    "system-exit": raise_exit,
+    "end": lambda: leave(0),
+}
 
 if __name__ == "__main__":
     name, *run = sys.argv[1:]

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -23,6 +23,7 @@ from jax.sharding import Mesh
 from jaxtp.errors import CommunicationTimeout, JaxtpError, join
 from jaxtp.processes.lost_peer import sign_of_lost_peer
 from jaxtp.processes.roster import Peer, Roster
+from jaxtp.processes.waiting import wait_until_stuck
 
 FIX = (
     "read that process's own log first; if it says nothing, set NCCL_DEBUG=WARN, "
@@ -54,7 +55,7 @@ class _Run:
         mesh: The mesh as text, once a watchdog knows it.
         done: What was last done, and `done_at` when, in seconds of the monotonic clock.
         uncaught: The exception that ends this process, if one does.
-        exit_code: What `sys.exit` ends this process with.
+        exit_code: What a SystemExit ends this process with.
     """
 
     def __init__(self) -> None:
@@ -76,17 +77,19 @@ run = _Run()
 def catch() -> None:
     """From here on an exception that nothing catches ends this process with its own exit code.
 
-    So does `sys.exit` with another code than 0.
+    So does a SystemExit with another code than 0. Python 3.11 shows none of them but those of
+    `sys.exit`.
     """
     atexit.register(_at_exit)
     sys.excepthook = functools.partial(_on_uncaught, sys.excepthook)
-    sys.exit = functools.partial(_exit, sys.exit)
+    if not _monitor_exits():
+        sys.exit = functools.partial(_exit, sys.exit)
 
 
 def watch(roster: Roster) -> None:
-    """Beats, and ends this process when another one is lost."""
+    """Beats, and ends this process when another one is lost, or has left while this one waits."""
     run.roster, run.place = roster, "the first step"
-    roster.beat(run.said, _on_loss)
+    roster.beat(run.said, _on_loss, functools.partial(_on_leave, roster))
 
 
 class watchdog:
@@ -247,6 +250,16 @@ def _on_loss(lost: list[Peer]) -> None:
     stop(lost_error(f"process {first.process}{_host(first)} {how}{more}"))
 
 
+def _on_leave(roster: Roster, left: list[int]) -> None:
+    """Runs in the heartbeat's thread, which must go on to beat."""
+
+    def watch_main_thread() -> None:
+        if wait_until_stuck(roster.leaving):
+            stop(lost_error(f"{_processes(left)} ended without an error, and this one waits"))
+
+    threading.Thread(target=watch_main_thread, name="jaxtp last wait", daemon=True).start()
+
+
 def _on_uncaught(
     show: Callable[[type[BaseException], BaseException, types.TracebackType | None], object],
     kind: type[BaseException],
@@ -265,11 +278,40 @@ def _on_uncaught(
     run.uncaught = error
 
 
+def _monitor_exits() -> bool:
+    """Has Python tell of a SystemExit that leaves the last frame of the main thread.
+
+    `sys.excepthook` and `atexit` learn nothing of it. False on Python 3.11, and where profilers and
+    debuggers use all of the interpreter's places for tools.
+    """
+    if sys.version_info < (3, 12):
+        return False
+    monitoring = sys.monitoring
+    for tool in range(3, 5):  # 0 to 2 and 5 are meant for others
+        if monitoring.get_tool(tool) is None:
+            monitoring.use_tool_id(tool, "jaxtp")
+            unwind = monitoring.events.PY_UNWIND
+            monitoring.register_callback(tool, unwind, _on_unwind)
+            monitoring.set_events(tool, unwind)
+            return True
+    return False
+
+
+def _on_unwind(code: types.CodeType, offset: int, error: BaseException) -> None:
+    """Called for each frame that an exception leaves, and so at little cost."""
+    if not isinstance(error, SystemExit) or error.code in (None, 0):
+        return
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and sys._getframe(1).f_back is None:  # pyright: ignore[reportPrivateUsage]
+        run.exit_code = error.code if isinstance(error.code, int) else 1
+        run.uncaught = run.uncaught or error
+
+
 class _Exit(SystemExit):
     """A SystemExit that knows when it ends the process, rather than being caught.
 
-    Python tells neither `sys.excepthook` nor `atexit` of an exit code. It reads `code` when it ends
-    the process for this exception, and only then is there no Python frame that could have asked.
+    For Python 3.11, which reads `code` when it ends the process for this exception, and only then
+    is there no Python frame that could have asked.
     """
 
     @property
@@ -279,9 +321,6 @@ class _Exit(SystemExit):
             run.exit_code = status if isinstance(status, int) else 1
             run.uncaught = run.uncaught or self
         return status
-
-    def __str__(self) -> str:
-        return f"sys.exit({self.args[0] if self.args else ''})"
 
 
 def _exit(leave: Callable[[Any], NoReturn], status: Any = None, /) -> NoReturn:
@@ -294,12 +333,21 @@ def _exit(leave: Callable[[Any], NoReturn], status: Any = None, /) -> NoReturn:
 def _at_exit() -> None:
     if run.uncaught is not None:
         end(run.uncaught)
-    if run.roster is not None:
-        run.roster.leave(EXIT_SECONDS)
+    if run.roster is not None and (lost := run.roster.leave(EXIT_SECONDS)):
+        # JAX's own handler would wait for them, and then abort. That others were lost afterwards is
+        # no success of the run, whichever process's code a launcher looks at.
+        run.place = "the end"
+        stop(lost_error(f"{_processes(lost)} did not end with this one"))
 
 
 def _first_line(error: BaseException | None) -> str:
+    if isinstance(error, SystemExit):
+        return f"exit code {error.args[0]}"
     return next(iter(str(error).splitlines()), "") or type(error).__name__
+
+
+def _processes(numbers: Sequence[int]) -> str:
+    return f"process{'es' * (len(numbers) > 1)} {join(numbers)}"
 
 
 def _host(peer: Peer) -> str:

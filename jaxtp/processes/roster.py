@@ -21,6 +21,9 @@ from jaxtp.errors import BadProcesses
 LINE_BYTES = 2**22
 """Longest message; all settings and flags of one process take about 10 kB."""
 
+OVER = ("left", "gone")
+"""States of a process that has ended, well or not."""
+
 BEATS = 20
 """Heartbeats in the time after which a process counts as lost."""
 
@@ -53,6 +56,7 @@ class Table:
         self._said: list[dict[str, Any]] = [{} for _ in range(num_processes)]
         self._heard = [time.monotonic()] * num_processes
         self._state = ["absent"] * num_processes
+        self._beating: set[int] = set()
         self._owner = [("", "")] * num_processes  # host and token
         self._values: dict[str, dict[int, Any]] = {}
         self._given_up: set[str] = set()
@@ -69,13 +73,21 @@ class Table:
             self._said[process] |= request.get("said", {})
             if request["kind"] == "gather":
                 return self._gather(process, request)
-            if request["kind"] == "beat" and self._state[process] == "absent":
-                self._state[process] = "here"
+            if request["kind"] == "beat":
+                self._beating.add(process)
+                if self._state[process] == "absent":
+                    self._state[process] = "here"
             if request["kind"] == "end":
                 self._state[process] = request["state"]
                 self._changed.notify_all()
-                self._changed.wait_for(lambda: self._ended(request["limit"]), request["timeout"])
-            return {"peers": self._peers(request["limit"])}
+                # Who has failed waits for the others' last beats, who has not for their goodbyes.
+                others = self._beating - {process} if request["state"] == "gone" else set[int]()
+                self._changed.wait_for(
+                    lambda: self._ended(request["limit"], others & self._beating),
+                    request["timeout"],
+                )
+            left = [i for i, state in enumerate(self._state) if state == "left"]
+            return {"peers": self._peers(request["limit"]), "left": left}
 
     def _gather(self, process: int, request: Mapping[str, Any]) -> dict[str, Any]:
         key, values = request["key"], self._values.setdefault(request["key"], {})
@@ -83,7 +95,10 @@ class Table:
         self._changed.notify_all()
 
         def is_over() -> bool:
-            return len(values) == len(self._owner) or key in self._given_up
+            # Who has ended will not come.
+            open_ones = zip(self._state, range(len(self._owner)), strict=True)
+            missing = [i for state, i in open_ones if i not in values and state not in OVER]
+            return not missing or key in self._given_up
 
         if not self._changed.wait_for(is_over, request["timeout"]):
             # All who wait learn it now, before process 0 ends and takes the server with it.
@@ -104,15 +119,18 @@ class Table:
     def broken(self, process: int) -> None:
         """A heartbeat connection ended; after a goodbye that is how it should be."""
         with self._changed:
+            self._beating.discard(process)
             if self._state[process] == "here":
                 self._state[process] = "gone"
             self._changed.notify_all()
 
-    def _ended(self, limit: float) -> bool:
-        """Whether nobody is left, but for those that are lost."""
+    def _ended(self, limit: float, beating: set[int]) -> bool:
+        """Whether nobody is left, these that beat included, but for those that are lost."""
         oldest = time.monotonic() - limit
-        rows = zip(self._state, self._heard, strict=True)
-        return not any(state == "here" and heard > oldest for state, heard in rows)
+        rows = enumerate(zip(self._state, self._heard, strict=True))
+        return not any(
+            (state == "here" or i in beating) and heard > oldest for i, (state, heard) in rows
+        )
 
 
 class _Server(socketserver.ThreadingTCPServer):
@@ -154,6 +172,7 @@ class Roster:
         process: This process's number.
         num_processes: How many there are.
         limit: Seconds of silence after which a process counts as lost.
+        leaving: Set when this process has begun to end well.
     """
 
     def __init__(
@@ -162,6 +181,7 @@ class Roster:
         self.process, self.num_processes, self.limit = process, num_processes, limit
         self._address, self._token = address, uuid.uuid4().hex
         self._ended = threading.Event()
+        self.leaving = threading.Event()
         if process == 0:
             try:
                 _Server(address[1], Table(num_processes))
@@ -212,7 +232,10 @@ class Roster:
         return []
 
     def beat(
-        self, said: Callable[[], Mapping[str, Any]], on_loss: Callable[[list[Peer]], None]
+        self,
+        said: Callable[[], Mapping[str, Any]],
+        on_loss: Callable[[list[Peer]], None],
+        on_leave: Callable[[list[int]], None] = lambda _: None,
     ) -> None:
         """Starts to beat in a thread of its own, until `leave` or a loss.
 
@@ -220,14 +243,19 @@ class Roster:
             said: What to send with each beat.
             on_loss: Called once, in that thread, with the lost processes. Process 0 is lost when
                 its connection breaks or it does not answer for `limit` seconds.
+            on_leave: Called there with the processes that have ended well, once there are any.
         """
         threading.Thread(
-            target=self._beat, args=(said, on_loss), name="jaxtp heartbeat", daemon=True
+            target=self._beat, args=(said, on_loss, on_leave), name="jaxtp heartbeat", daemon=True
         ).start()
 
     def _beat(
-        self, said: Callable[[], Mapping[str, Any]], on_loss: Callable[[list[Peer]], None]
+        self,
+        said: Callable[[], Mapping[str, Any]],
+        on_loss: Callable[[list[Peer]], None],
+        on_leave: Callable[[list[int]], None],
     ) -> None:
+        told = False
         heard, lost = time.monotonic(), list[Peer]()
         # Not closed before on_loss has looked around: its end makes this process gone.
         connection: socket.socket | None = None
@@ -236,8 +264,12 @@ class Roster:
             while not lost:
                 connection.settimeout(self.limit)
                 request = {"kind": "beat", "said": dict(said()), "limit": self.limit}
-                lost = [Peer(**peer) for peer in self._ask(connection, request)["peers"]]
+                reply = self._ask(connection, request)
+                lost = [Peer(**peer) for peer in reply["peers"]]
                 heard = time.monotonic()
+                if reply["left"] and not told and not self.leaving.is_set():
+                    told = True
+                    on_leave(reply["left"])
                 # Waits for the next beat where a broken connection is noticed at once: JAX's own
                 # service ends this process some 20 ms after process 0 dies.
                 connection.settimeout(min(self.limit / BEATS, 3.0))
@@ -256,16 +288,23 @@ class Roster:
             if connection is not None:
                 connection.close()
 
-    def leave(self, timeout: float) -> None:
+    def leave(self, timeout: float) -> list[int]:
         """Says goodbye, and waits until every other process has, or is gone.
 
         Process 0 must not go first, for it holds JAX's service too. Heartbeats go on until then.
 
         Args:
             timeout: Seconds to wait at most.
+
+        Returns:
+            The processes that are lost, or still here after that time.
         """
+        self.leaving.set()
         self._end("left", {}, timeout)
+        if lost := [peer.process for peer in self.peers() if peer.state != "left"]:
+            return lost  # and goes on to beat, so that process 0 does not go first
         self._ended.set()
+        return []
 
     def fail(self, why: str, timeout: float) -> None:
         """Makes this process lost to the others; process 0 waits `timeout` s for them to end."""

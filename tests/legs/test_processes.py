@@ -162,6 +162,11 @@ FAULTS = [
     ("raise", 0, 2, 0, 0),
     ("exit", 1, 4, -1, 0),
     ("exit", 0, 2, -1, 0),
+    ("system-exit", 1, 2, -1, 0),
+    ("system-exit", 0, 4, -1, 0),
+    # It ends with 0 while the others wait for it.
+    ("end", 1, 4, -1, 0),
+    ("end", 0, 2, 0, 0),
     ("sleep", 1, 2, 2, 2),
 ]
 
@@ -195,7 +200,8 @@ def test_a_lost_process_ends_the_others_in_bounded_time(
     assert took < seconds + SLACK
     # JAX's own abort is 20 ms behind when process 0 dies, and may win on a busy machine.
     aborted = {-signal.SIGABRT} if culprit == 0 and fault == "kill" else set()
-    own = {"kill": -signal.SIGKILL, "stop": 75, "raise": 1, "exit": 3, "sleep": 75}[fault]
+    codes_of = {"kill": -signal.SIGKILL, "stop": 75, "raise": 1, "exit": 3, "sleep": 75, "end": 75}
+    own = codes_of.get(fault, 3 if sys.version_info >= (3, 12) else 75)
     assert codes - aborted <= {75, f"culprit {own}"}
     for err in (err for i, err in enumerate(errors) if i != culprit):
         assert "Traceback" not in err
@@ -208,9 +214,18 @@ def test_a_lost_process_ends_the_others_in_bounded_time(
         if fault == "raise":
             assert "it failed with no more text" in err
         if fault == "exit":
-            assert "it failed with sys.exit(3)" in err
+            assert "it failed with exit code 3" in err
+        if fault == "end":
+            assert f"process {culprit} ended without an error, and this one waits" in err
         if fault == "sleep":
             assert "in sleep" in err
+
+
+def test_a_process_may_work_on_when_the_others_have_ended(runs):
+    command = [sys.executable, WORKER, "alone_at_last", f"localhost:{free_port()}", 2]
+    (code, out, err), (other, _, _) = finish([runs.start([*command, i]) for i in (0, 1)])
+    assert (code, other) == (0, 0), err
+    assert "sum 262144.0" in out
 
 
 @pytest.mark.parametrize("there", [0, 1])
