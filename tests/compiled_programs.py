@@ -1,6 +1,7 @@
 """A Llama-like train step in plain JAX, and a way to compile it for GPUs that are not there."""
 
 import functools
+import math
 import os
 import sys
 import time
@@ -93,12 +94,17 @@ def abstract_mesh(dp, tp):
 
 def gpu_mesh(dp, tp, kind="h100"):
     """A mesh of GPUs that are not there."""
-    target = Target.parse(f"{kind}:1x{dp * tp}")
+    return mesh_of_gpus({"dp": dp, "tp": tp}, kind)
+
+
+def mesh_of_gpus(sizes, kind="h100"):
+    """The same with any axes."""
+    target = Target.parse(f"{kind}:1x{math.prod(sizes.values())}")
     topology = topologies.get_topology_desc(
         platform="cuda", topology=target.topology, target_config=target.device.config
     )
-    devices = np.array(topology.devices).reshape(dp, tp)
-    return jax.sharding.Mesh(devices, ("dp", "tp"), axis_types=(AUTO, AUTO))
+    devices = np.array(topology.devices).reshape(tuple(sizes.values()))
+    return jax.sharding.Mesh(devices, tuple(sizes), axis_types=(AUTO,) * len(sizes))
 
 
 @functools.cache

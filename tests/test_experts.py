@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import compiled_programs as programs
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +13,10 @@ from flax import nnx
 from rounding import assert_close
 
 import jaxtp
+from jaxtp.compile.collectives import find
+from jaxtp.compile.hlo import parse
+from jaxtp.compile.instruction_work import matmul_flops
+from jaxtp.compile.options import PREFLIGHT
 from jaxtp.config.settings import Precision
 from jaxtp.errors import SizeMismatch
 from jaxtp.layers.experts import Capacity
@@ -112,6 +117,69 @@ def test_loss_gradients_and_updates_are_those_of_the_plain_loop(sizes, factor, d
         assert row == pytest.approx(expected, rel=1e-5, abs=1e-6)
     assert (got[0]["dropped"] > 0) == drops
     assert_close(got_params, want_params, BATCH * SEQ * CONFIG.hidden_size)
+
+
+HOSTED = dataclasses.replace(
+    CONFIG,
+    vocab_size=512,
+    hidden_size=256,
+    num_attention_heads=4,
+    head_dim=64,
+    intermediate_size=512,
+    dtype="bfloat16",
+    capacity_factor=1.25,
+    drop_tokens=True,
+)
+
+
+@functools.cache
+def compiled(sizes):
+    """Collectives and matrix FLOPs of one device in a step on GPUs that are not there."""
+    sizes = dict(sizes)
+    mesh = programs.mesh_of_gpus(sizes)
+    graph, params = nnx.split(jaxtp.models.abstract(HOSTED))
+    plan = jaxtp.make_plan(params, mesh, config=HOSTED)
+    tx = optax.sgd(1.0)
+    state = jax.eval_shape(lambda params: init_state(params, tx, Precision()), params)
+    state = jaxtp.shard(state, mesh, plan=plan)
+    batch = {"tokens": jax.ShapeDtypeStruct((BATCH, 257), jnp.int32)}
+    update = make_update(NextToken(graph), tx, lambda _: 1.0, plan, mesh)
+    step = jaxtp.jit_step(update, state, mesh, plan=plan)
+    lowered = step.lower(state, jaxtp.shard_batch(batch, mesh))
+    module = parse(lowered.compile(dict(PREFLIGHT)).as_text())
+    flops = sum(
+        matmul_flops(module, computation, instruction) * module.counts[computation.name]
+        for computation in module.computations.values()
+        for instruction in computation
+        if "ecd,edf" in instruction.op_name or "ecf,efd" in instruction.op_name
+    )
+    return find(module, sizes), flops
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 4}, {"ep": 4, "tp": 2}, {"dp": 2, "ep": 2}], ids=str)
+def test_compiled_for_gpus_two_all_to_alls_or_none_and_no_gather(sizes):
+    sizes = {**sizes, "tp": sizes.get("tp", 1)}
+    collectives, flops = compiled(tuple(sizes.items()))
+    layers, ep, tp = HOSTED.num_hidden_layers, sizes.get("ep", 1), sizes["tp"]
+    tokens = BATCH * 256 // (ep * sizes.get("dp", 1))
+    moved = [one for one in collectives if one.kind == "all-to-all"]
+    assert {one.axes for one in moved} == ({("ep",)} if ep > 1 else set())
+    assert sum(one.count for one in moved) == (4 * layers if ep > 1 else 0)
+    # tokens x chosen x width x 2 bytes a layer and direction, with the room that experts have; each
+    # device along tp sends those of its own experts. One part in ep stays where it is.
+    rows = tokens * CHOSEN * HOSTED.capacity_factor / tp
+    formula = 4 * layers * rows * HOSTED.hidden_size * 2 * (ep - 1) / ep
+    assert sum(one.wire_bytes * one.count for one in moved) == formula
+    gathered = [one for one in collectives if one.kind == "all-gather"]
+    assert not gathered
+    # As a dense MLP: one all-reduce of the residual stream for each block and direction.
+    stream = tokens * HOSTED.hidden_size * 2
+    summed = [one for one in collectives if one.axes == ("tp",) and one.num_bytes >= stream]
+    sums = [one for one in summed if one.kind == "all-reduce" and "layers" not in one.op_name]
+    assert sum(one.count for one in sums) == (4 * layers + 2 if tp > 1 else 0)
+    # Three products forward and six backward, over what this device's experts have room for.
+    width = HOSTED.hidden_size * HOSTED.intermediate_size
+    assert flops == pytest.approx(9 * 2 * rows * width * layers, rel=1e-6)
 
 
 def routing(**options):

@@ -85,18 +85,18 @@ class Layout:
     ways: tuple[tuple[str, int], ...] = ()
 
     @classmethod
-    def of(cls, active: ActivePlan | None, batch: int, shape: tuple[int, ...]) -> "Layout":
+    def of(cls, active: ActivePlan | None, batch: int, shape: tuple[int, ...] = ()) -> "Layout":
         """The layout under a plan.
 
         Args:
             active: The plan in force.
             batch: Sequences.
-            shape: Of the gate's weights, (experts, hidden size, width).
+            shape: Of the gate's weights, (experts, hidden size, width); `()` for tokens alone.
         """
         if active is None:
             return cls()
         sizes = {name: size for name, size in active.shape.sizes if size > 1}
-        specs = (spec for known, spec in active.experts if known[-3:] == shape)
+        specs = (spec for known, spec in active.experts if shape and known[-3:] == shape)
         *_, expert_axes, _, inner_axes = next(specs, ((), (), ()))
         # ZeRO's axis is gathered; parameters inside a stage may lie on axes that are gone there.
         gathered = {active.shape.name_of(Axis.FSDP)}
@@ -146,6 +146,26 @@ class Layout:
         order = [self.experts.index(name) for name in self.apart + self.exchanged]
         all_experts = np.arange(num_experts).reshape(*(sizes[name] for name in self.experts), -1)
         return all_experts.transpose(*order, len(order)).reshape(self.size(self.apart), -1)
+
+
+def by_device(choose: Callable[[jax.Array], jax.Array], wanted_BTE: jax.Array) -> jax.Array:
+    """`choose(wanted)`, each device for its own tokens; nothing has a gradient.
+
+    Left to XLA, `jax.lax.top_k` of a batch that two axes shard gathers all scores on every device.
+    """
+    wanted_BTE, active = jax.lax.stop_gradient(wanted_BTE), active_plan()
+    layout = Layout.of(active, len(wanted_BTE))
+    if active is None or not layout.tokens:
+        return choose(wanted_BTE)
+    spec = _spec(layout.tokens, None, None)
+    return jax.shard_map(
+        choose,
+        mesh=active.here,
+        in_specs=spec,
+        out_specs=spec,
+        axis_names=set(layout.tokens),
+        check_vma=False,
+    )(wanted_BTE)
 
 
 def run_experts(

@@ -4,6 +4,7 @@ Shape suffixes as in `jaxtp.models.layers`, and E experts, C those chosen for a 
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Literal
@@ -12,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtp.layers.experts import Capacity, ExpertWeights, Gate, run_experts
+from jaxtp.layers.experts import Capacity, ExpertWeights, Gate, by_device, run_experts
 from jaxtp.models.layers import Sums, Tally, stack_layers
 from jaxtp.models.projections import Linear
 
@@ -125,16 +126,14 @@ def choose(
         correction_E: Added to affinities for the choice, not for the weights: what balances the
             load without a loss. It has no gradient.
     """
-    scores_BTE = scores_BTE.astype(jnp.float32)
-    affinity_BTE = affinities(scores_BTE, routing)
-    wanted_BTE = jax.lax.stop_gradient(affinity_BTE)
+    affinity_BTE = affinities(scores_BTE.astype(jnp.float32), routing)
+    wanted_BTE = affinity_BTE
     if correction_E is not None:
-        correction_11E = correction_E.astype(jnp.float32)[None, None]
-        wanted_BTE = wanted_BTE + jax.lax.stop_gradient(correction_11E)
-    if routing.num_groups > 1:
-        wanted_BTE = _within_groups(wanted_BTE, routing)
-    index_BTC = jax.lax.top_k(wanted_BTE, routing.num_chosen)[1]
-    weights_BTC = jnp.take_along_axis(affinity_BTE, index_BTC, axis=-1)
+        wanted_BTE = wanted_BTE + correction_E.astype(jnp.float32)[None, None]
+    index_BTC = by_device(functools.partial(_best, routing), wanted_BTE)
+    # Not by index: compared and summed, it is elementwise and stays on the device.
+    is_chosen_BTCE = jax.nn.one_hot(index_BTC, affinity_BTE.shape[-1])
+    weights_BTC = jnp.sum(is_chosen_BTCE * affinity_BTE[..., None, :], axis=-1)
     if routing.normalise:
         weights_BTC = weights_BTC / (jnp.sum(weights_BTC, axis=-1, keepdims=True) + 1e-20)
     return weights_BTC * routing.scale, index_BTC
@@ -145,6 +144,13 @@ def affinities(scores_BTE: jax.Array, routing: Routing) -> jax.Array:
     if routing.scoring == "sigmoid":
         return jax.nn.sigmoid(scores_BTE)
     return jax.nn.softmax(scores_BTE, axis=-1)
+
+
+def _best(routing: Routing, wanted_BTE: jax.Array) -> jax.Array:
+    """The experts of every token, the most wanted first."""
+    if routing.num_groups > 1:
+        wanted_BTE = _within_groups(wanted_BTE, routing)
+    return jax.lax.top_k(wanted_BTE, routing.num_chosen)[1]
 
 
 def _within_groups(wanted_BTE: jax.Array, routing: Routing) -> jax.Array:
