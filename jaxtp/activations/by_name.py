@@ -20,29 +20,29 @@ from jaxtp.plan.decisions import ParamDecision
 from jaxtp.plan.stages import Stages
 from jaxtp.plan.trees import Spec
 
-REPLICATED, BATCH, SEQUENCE, UNITS = "replicated", "batch", "sequence", "units"
-"""What a dim of an activation is: replicated; sharded over the batch axes; sharded over the
-tensor axes in the regions that sequence parallelism covers; sharded over the tensor axes, unit by
-unit."""
+REPLICATED, BATCH, TOKENS, SEQUENCE, UNITS = "replicated", "batch", "tokens", "sequence", "units"
+"""What a dim of an activation is: replicated; sharded over the batch axes; tokens, sharded over cp;
+sharded over cp and, in the regions that sequence parallelism covers, the tensor axes; sharded over
+the tensor axes, unit by unit."""
 
 ACTIVATIONS: dict[str, tuple[str, ...]] = {
-    "tokens": (BATCH, REPLICATED),
+    "tokens": (BATCH, TOKENS),
     # Between blocks every tensor-parallel device holds the same residual stream; sequence
     # parallelism shards it.
     "residual": (BATCH, SEQUENCE, REPLICATED),
     # The normed input of a column product is gathered again. Left to propagation, sequence
     # parallelism gains four all-gathers and five all-to-alls a layer in the backward pass of the
     # compiled GPU program.
-    "block_input": (BATCH, REPLICATED, REPLICATED),
-    "heads": (BATCH, REPLICATED, UNITS, REPLICATED),
-    "kv_heads": (BATCH, REPLICATED, UNITS, REPLICATED),
-    "mlp": (BATCH, REPLICATED, UNITS),
+    "block_input": (BATCH, TOKENS, REPLICATED),
+    "heads": (BATCH, TOKENS, UNITS, REPLICATED),
+    "kv_heads": (BATCH, TOKENS, UNITS, REPLICATED),
+    "mlp": (BATCH, TOKENS, UNITS),
     # Keys or values of one layer, and of all layers, while generating.
     "cache": (BATCH, UNITS, REPLICATED, REPLICATED),
     # The likeliest tokens of all parts of the vocabulary.
     "candidates": (BATCH, REPLICATED),
     "caches": (REPLICATED, BATCH, UNITS, REPLICATED, REPLICATED),
-    "logits": (BATCH, REPLICATED, UNITS),
+    "logits": (BATCH, TOKENS, UNITS),
     # Two weights. The token table as the lookup reads it: where ZeRO shards it too, pipeline stages
     # would else send each other parts of it first. And (embed, kv heads, head_dim), see `spread`.
     "token_table": (UNITS, REPLICATED),
@@ -122,7 +122,12 @@ class ActivePlan:
     @property
     def sequence(self) -> tuple[str, ...]:
         """Axes that split the residual stream along the sequence, major to minor."""
-        return self.shape.tp if self.sequence_parallel else ()
+        return (*self.tokens, *(self.shape.tp if self.sequence_parallel else ()))
+
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        """Axes that split every sequence all the way through: cp, or none."""
+        return tuple(filter(None, [self.shape.name_of(Axis.CP)]))
 
     @property
     def here(self) -> Mesh | jax.sharding.AbstractMesh:
@@ -279,6 +284,7 @@ def _entry(active: ActivePlan, dim: str, size: int, units: Sequence[int] | None)
     axes = {
         REPLICATED: (),
         BATCH: active.batch,
+        TOKENS: active.tokens,
         SEQUENCE: active.sequence,
         UNITS: active.shape.fit(units or (size,)),
     }[dim]

@@ -32,6 +32,7 @@ def unexpected(
     tensor_axes: Iterable[str],
     stage_axes: Iterable[str] = ("pp",),
     expert_axes: Iterable[str] = ("ep",),
+    token_axes: Iterable[str] = ("cp",),
 ) -> Iterator[tuple[Collective, str]]:
     """Collectives that a tensor-parallel step does not need, each with its likely cause.
 
@@ -41,12 +42,15 @@ def unexpected(
         tensor_axes: Mesh axes of tensor parallelism, along which no weight should be gathered.
         stage_axes: Axes of pipeline stages, along which permutes are expected.
         expert_axes: Axes of experts, along which all-to-alls are expected.
+        token_axes: Axes that sequences are sharded over, along which keys and values go around.
     """
     tensor, stages, experts = set(tensor_axes), set(stage_axes), set(expert_axes)
+    tokens = set(token_axes)
     for one in collectives:
         axes = set(one.axes)
         cause = ""
-        if one.kind == "collective-permute" and not axes <= stages:
+        permutes = stages | tokens if is_written(one) else stages
+        if one.kind == "collective-permute" and not axes <= permutes:
             cause = _PERMUTE
         elif one.kind == "all-to-all" and not axes <= experts:
             cause = _ALL_TO_ALL
@@ -57,6 +61,11 @@ def unexpected(
             cause = f"{', '.join(weights)}: {_GATHER}" if weights else ""
         if cause:
             yield one, cause.replace("AXES", " x ".join(one.axes))
+
+
+def is_written(one: Collective) -> bool:
+    """Whether the program itself asks for a permute, and not the partitioner."""
+    return one.op_name.rsplit("/", 1)[-1].startswith("ppermute")
 
 
 def arguments_behind(module: Module, computation: Computation, value: str) -> list[str]:

@@ -42,13 +42,7 @@ def resolve(config: Config, num_devices: int) -> Config:
             fix="compute; or zero.stage of 0 or 1",
         )
     mesh = _fill_mesh(mesh, num_devices)
-    if is_sequence_parallel(config) and config.seq_len % mesh.tp:
-        near = [n for n in range(config.seq_len - mesh.tp, config.seq_len + mesh.tp) if n > 0]
-        raise SizeMismatch(
-            f"sequence parallelism shards {config.seq_len} tokens {mesh.tp} ways",
-            where="seq_len",
-            fix=f"seq_len of {join(n for n in near if n % mesh.tp == 0)}",
-        )
+    _check_length(config, mesh)
     micro_batches = _micro_batches(config, mesh.pp)
     # What accumulates without stages follows each other through them.
     accumulation = micro_batches or config.batch.accumulation
@@ -60,6 +54,20 @@ def resolve(config: Config, num_devices: int) -> Config:
         batch=_fill_batch(batch, mesh.data_ways),
         pipeline=dataclasses.replace(config.pipeline, micro_batches=micro_batches),
     )
+
+
+def _check_length(config: Config, mesh: Mesh) -> None:
+    """Whether the tokens of a sequence divide over the devices that share them."""
+    length, ways = config.seq_len, mesh.tp * mesh.cp if is_sequence_parallel(config) else mesh.cp
+    # Each device along cp has an early and a late piece: docs/long-sequences.md.
+    pieces = math.lcm(ways, 2 * mesh.cp) if mesh.cp > 1 else ways
+    if length % pieces == 0:
+        return
+    near = (length // pieces * pieces, -(-length // pieces) * pieces)
+    what = f"cp={mesh.cp} assigns two pieces of {length} tokens to each device"
+    if mesh.cp == 1 or length % (2 * mesh.cp) == 0:
+        what = f"sequence parallelism shards {length} tokens {ways} ways"
+    raise SizeMismatch(what, where="seq_len", fix=f"seq_len of {join(n for n in near if n)}")
 
 
 def _micro_batches(config: Config, num_stages: int) -> int:

@@ -137,6 +137,7 @@ TABLE: Mapping[str, Key] = {
     "gradient_accumulation_steps": _to("batch.accumulation", int),
     "gradient_clipping": _to("optimizer.clip", int, float),
     "steps_per_print": _to("run.eval_every", int, note="evaluations are printed too"),
+    "sequence_parallel_size": _to("mesh.cp", int),
     "data_parallel_size": _to("mesh.dp", int, note="which ZeRO shards over"),
     "tensor_parallel.enabled": _GIVEN,
     "tensor_parallel.tp_size": _to("mesh.tp", int),

@@ -41,6 +41,10 @@ class Mesh:
     ep: int = 1
     """Devices that experts are sharded over, and the batch with them."""
 
+    cp: int = 1
+    """Devices that share every sequence, each an early and a late piece of it; `seq_len` is a
+    multiple of twice as many."""
+
     @property
     def sizes(self) -> dict[Axis, int]:
         """Devices along each axis that a run may have, in the order of the mesh."""
@@ -370,7 +374,7 @@ class Config:
 AT_LEAST: Mapping[str, float] = {
     "faults.start_timeout": 1, "faults.step_timeout": 0, "faults.heartbeat_timeout": 1,
     "layers": 0, "lora.rank": 0, "lora.alpha": 0, "seq_len": 1, "steps": 1, "seed": 0,
-    "mesh.tp": 1, "mesh.pp": 1, "batch.size": 0,
+    "mesh.tp": 1, "mesh.pp": 1, "mesh.cp": 1, "batch.size": 0,
     "batch.micro_size": 0, "batch.accumulation": 1, "pipeline.rounds": 1,
     "pipeline.micro_batches": 0, "communication.gradient_fusion": 0,
     "experts.capacity_factor": 0,

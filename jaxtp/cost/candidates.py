@@ -23,7 +23,7 @@ ROUNDS = (1, 2, 4)
 """Rounds that are tried; more send more for what little idle time is left."""
 
 SETTINGS: Mapping[str, str] = {
-    **{f"mesh.{axis}": axis.value for axis in Axis if axis is not Axis.EP},
+    **{f"mesh.{axis}": axis.value for axis in Axis if axis not in (Axis.CP, Axis.EP)},
     "pipeline.rounds": "rounds",
     "batch.micro_size": "micro_batch",
     "batch.accumulation": "micro_batches",

@@ -46,7 +46,7 @@ def plan_floor_bytes(plan: Plan, dims: ModelDims, *, tokens: int, dtype: str) ->
     has_vocab = any(
         d.role is Role.VOCAB and d.dim_on(plan.mesh.tp) is not None for d in plan.decisions
     )
-    shard = tokens // plan.mesh.ways(plan.mesh.batch)
+    shard = tokens // plan.mesh.ways(plan.mesh.data)
     return floor_bytes(
         size=plan.mesh.tp_size,
         message_bytes=stream_bytes(shard, dims.hidden_size, dtype),

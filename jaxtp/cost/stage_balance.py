@@ -109,7 +109,7 @@ def layer_work(
     whole = model_flops(plan, dims, tokens=tokens, seq=seq)
     ends = 6 * tokens * (matmul_params(plan, tied=is_tied(plan)) - layer_params(plan, dims).total)
     layers = whole.full - ends + recomputed_flops(remat, plan, dims, tokens=tokens, seq=seq)
-    row = tokens // stages.micro_batches // plan.mesh.ways(plan.mesh.batch)
+    row = tokens // stages.micro_batches // plan.mesh.ways(plan.mesh.data)
     num_bytes = stream_bytes(row, dims.hidden_size, dtype)
     if plan.sequence_parallel:
         num_bytes //= plan.mesh.tp_size

@@ -39,7 +39,7 @@ def modelled_seconds(
     flops += recomputed_flops(remat, plan, dims, tokens=tokens, seq=seq)
     products = flops / plan.mesh.num_devices / target.device.matmul_flops
     message = stream_bytes(
-        tokens // plan.mesh.ways(plan.mesh.batch) // num_micro, dims.hidden_size, dtype
+        tokens // plan.mesh.ways(plan.mesh.data) // num_micro, dims.hidden_size, dtype
     )
     reductions = reduction_seconds(
         plan, dims, target, message_bytes=message, num_micro=num_micro, remat=remat

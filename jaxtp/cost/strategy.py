@@ -16,8 +16,7 @@ from jaxtp.mesh.axes import Axis
 Number = Any
 """A number or an array of numbers, one a candidate; arrays broadcast against each other."""
 
-_OUTER = tuple(axis.value for axis in Axis if axis not in (Axis.EP, Axis.TP))
-AXES = (*_OUTER, "cp", Axis.EP.value, Axis.TP.value)
+AXES = tuple(axis.value for axis in Axis)
 """Axes that are priced, slowest first; Megatron-LM's mesh has the same order."""
 
 

@@ -64,6 +64,7 @@ class Axis(StrEnum):
         "fsdp", [Shards.BATCH, Shards.PARAMETERS, Shards.OPTIMIZER_STATE], Links.NETWORK,
         "batch, parameters and optimizer state",
     )
+    CP = "cp", [Shards.SEQUENCE], Links.NETWORK, "long sequences"
     EP = "ep", [Shards.BATCH, Shards.EXPERTS], Links.FAST, "experts, and batch"
     TP = (
         "tp", [Shards.PARAMETERS, Shards.OPTIMIZER_STATE, Shards.EXPERTS, Shards.SEQUENCE],
@@ -168,6 +169,12 @@ class MeshShape:
     def batch(self) -> tuple[str, ...]:
         """Axes that shard the batch, major to minor."""
         return self.sharding(Shards.BATCH)
+
+    @property
+    def data(self) -> tuple[str, ...]:
+        """Axes that shard the tokens of a batch, its rows and along them: gradients are summed."""
+        along = self.name_of(Axis.CP)
+        return tuple(name for name in self.names if name in self.batch or name == along)
 
     def sharding(self, what: Shards) -> tuple[str, ...]:
         """Axes that may shard `what`, major to minor; of the tensor axis all factors."""

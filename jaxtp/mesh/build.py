@@ -27,7 +27,8 @@ def make_mesh(*, tp: int, devices: Sequence[Any] | None = None, **others: int) -
         devices: Devices to use; all of them by default.
         **others: Devices along the other axes of the table (`jaxtp.mesh.axes.Axis`), 1 by default:
             `dp` replicas, `fsdp` devices over which parameters and batch are sharded, `pp`
-            pipeline stages, `ep` devices over which experts and batch are sharded.
+            pipeline stages, `cp` devices that share every sequence, `ep` devices over which
+            experts and batch are sharded.
 
     Raises:
         BadMesh: TP010, if an axis is unknown, a size is illegal, or the sizes do not multiply to

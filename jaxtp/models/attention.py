@@ -7,6 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxtp.activations.by_name import constrain
+from jaxtp.layers.context.attention import attend_shared
+from jaxtp.layers.context.blocks import Scores
+from jaxtp.layers.context.dealing import sharing
 
 
 def attend(
@@ -41,6 +44,13 @@ def attend(
     units = (num_kv_heads, num_heads // num_kv_heads)
     q_BTNH = constrain(q_BTNH, "heads", units)
     k_BTKH, v_BTKH = constrain(k_BTKH, "kv_heads"), constrain(v_BTKH, "kv_heads")
+    if (active := sharing()) is not None:
+        reach = None if window is None else jnp.int32(window)
+        if reach is not None and has_window is not None:
+            reach = jnp.where(has_window, reach, q_BTNH.shape[1])
+        scores = Scores(scale or q_BTNH.shape[-1] ** -0.5, softcap, implementation)
+        out_BTNH = attend_shared(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, reach, scores, active)
+        return constrain(out_BTNH, "heads", units)
     mask_B1TT = None
     if segment_ids_BT is not None:
         mask_B1TT = segment_ids_BT[:, None, :, None] == segment_ids_BT[:, None, None, :]

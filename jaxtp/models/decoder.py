@@ -10,6 +10,7 @@ from flax import nnx
 from numpy.typing import NDArray
 
 from jaxtp.errors import SizeMismatch
+from jaxtp.layers.context.dealing import deal, undo
 from jaxtp.models.cache import Cache, scan_cached
 from jaxtp.models.layers import Layer, Sums, normed, scan_layers
 
@@ -66,10 +67,13 @@ class Decoder(nnx.Module):
         if positions_BT is None:
             self.check_length(tokens_BT.shape[1])
             positions_BT = default_positions(tokens_BT)
+        tokens_BT, positions_BT = deal(tokens_BT), deal(positions_BT)
+        if segment_ids_BT is not None:
+            segment_ids_BT = deal(segment_ids_BT)
         x_BTD = self.embed(tokens_BT, positions_BT)
         context, rows = self.context(positions_BT, segment_ids_BT)
         x_BTD, sums = scan_layers(self.stacked, x_BTD, context, self.config.remat, rows)
-        return normed(self.last_norm, x_BTD), sums
+        return undo(normed(self.last_norm, x_BTD)), sums
 
     def extend(
         self, tokens_BT: jax.Array, cache: Cache, slot: jax.Array, first_B: jax.Array

@@ -243,6 +243,10 @@ def _interleave(
         raise NotInterleaved(
             "layers run in pipeline stages", where="pp", fix="one of the two, not both"
         )
+    if active.shape.ways(active.tokens) > 1:
+        raise NotInterleaved(
+            "devices along cp share every sequence", where="cp", fix='overlap="off"'
+        )
     if remat != "block_outputs":
         raise NotInterleaved(
             f"interleaved layers recompute all but the residual stream, and remat is {remat!r}",

@@ -83,6 +83,7 @@ def _useless_axes(decisions: Sequence[ParamDecision], shape: MeshShape) -> list[
     """Axes of several devices along which every device does what the others do."""
     specs = [axes for d in decisions for spec in (d.spec, d.state_spec) for axes in spec]
     used = {*itertools.chain.from_iterable(specs), *shape.batch, *shape.tp}
+    used.update(shape.sharding(Shards.SEQUENCE))
     return [
         IdleDevices(
             f"the axis {name} shards nothing: its {size} groups of devices do the same work",

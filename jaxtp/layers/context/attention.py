@@ -1,0 +1,367 @@
+"""Causal attention over sequences that the devices along cp share.
+
+Keys and values go around the devices, cp - 1 permutes of a device's own ones, each beside the
+products with those that came before: together the bytes of one all-gather of them, and no device
+holds more than two devices' share. With tokens dealt as in `dealing`, a device does in each turn
+two products of one piece of queries and one piece of keys that lie in front of it as a whole:
+
+- its late queries over the early keys that arrived;
+- its early queries over those, if they come from a device before it, or else its late queries over
+  the late keys that arrived.
+
+In the backward pass keys and values go around again, and one turn behind them the sum of their
+gradients, which ends where they live: twice the bytes of the forward pass.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jaxtp.activations.by_name import ActivePlan, in_force
+from jaxtp.layers.context.blocks import NOTHING, Part, Scores, Side, View, merge
+from jaxtp.layers.context.kernels import gradients_of, part_of
+from jaxtp.mesh.axes import Axis
+
+Gradients = tuple[jax.Array, jax.Array, jax.Array]
+
+
+def attend_shared(
+    q_BTNH: jax.Array,
+    k_BTKH: jax.Array,
+    v_BTKH: jax.Array,
+    segment_ids_BT: jax.Array | None,
+    window: jax.Array | None,
+    scores: Scores,
+    active: ActivePlan,
+) -> jax.Array:
+    """Attention of global arrays whose tokens are dealt along cp; like the queries.
+
+    Args:
+        q_BTNH: Queries.
+        k_BTKH: Keys.
+        v_BTKH: Values.
+        segment_ids_BT: Which segment each token belongs to, (batch or 1, tokens); None: one.
+        window: How many tokens a token sees, itself included, a scalar; None: all before it.
+        scores: How scores are made.
+        active: The plan in force, with a cp axis.
+    """
+    return _attend((scores, active), q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, window)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(how: tuple[Scores, ActivePlan], q: Any, k: Any, v: Any, ids: Any, window: Any) -> Any:
+    return _forward(how, q, k, v, ids, window)[0]
+
+
+def _forward(
+    how: tuple[Scores, ActivePlan], q: Any, k: Any, v: Any, ids: Any, window: Any
+) -> tuple[jax.Array, tuple[Any, ...]]:
+    scores, active = how
+    around, specs = _around(scores, active), _Specs.of(active, q, k, ids)
+    run = _local(around.forward, active, specs.inputs, (specs.heads, specs.lse))
+    out, lse = run(q, k, v, ids, window)
+    return out, (q, k, v, ids, window, out, lse)
+
+
+def _backward(how: tuple[Scores, ActivePlan], kept: tuple[Any, ...], d_out: jax.Array) -> Any:
+    scores, active = how
+    around, specs = _around(scores, active), _Specs.of(active, kept[0], kept[1], kept[3])
+    inputs = (*specs.inputs, specs.heads, specs.lse, specs.heads)
+    with in_force(active):
+        run = _local(around.backward, active, inputs, (specs.heads,) * 3)
+        dq, dk, dv = run(*kept, d_out)
+    return dq, dk, dv, None, None
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _around(scores: Scores, active: ActivePlan) -> "_Around":
+    (axis,) = active.tokens
+    in_stage = active.shape.name_of(Axis.PP) in getattr(active.here, "manual_axes", ())
+    return _Around(axis, active.shape[axis], scores, gathers=in_stage)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Specs:
+    """Where arrays lie: (batch, tokens, heads, width), an `lse`, segments."""
+
+    heads: PartitionSpec
+    lse: PartitionSpec
+    ids: PartitionSpec
+
+    @classmethod
+    def of(cls, active: ActivePlan, q: jax.Array, k: jax.Array, ids: Any) -> "_Specs":
+        """The specs of one call.
+
+        Queries are sharded as far as keys are, so that each device has the keys of its queries.
+        """
+        shape, tokens = active.shape, active.tokens
+        batch = shape.batch if q.shape[0] % shape.ways(shape.batch) == 0 else ()
+        heads = shape.fit((k.shape[2],))
+        rows = batch if ids is not None and ids.shape[0] > 1 else ()
+        return cls(
+            heads=PartitionSpec(batch, tokens, heads),
+            lse=PartitionSpec(batch, heads, tokens),
+            ids=PartitionSpec(rows, tokens),
+        )
+
+    @property
+    def inputs(self) -> tuple[PartitionSpec, ...]:
+        """Of queries, keys, values, segments and the window."""
+        return (self.heads, self.heads, self.heads, self.ids, PartitionSpec())
+
+
+def _local(fn: Any, active: ActivePlan, in_specs: Any, out_specs: Any) -> Any:
+    """`fn` on what each device has; the partitioner has no part in it.
+
+    Not even along other axes: cuDNN's kernel cannot be partitioned where some are manual.
+    """
+    mesh = active.here
+    return jax.shard_map(
+        fn,
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names=set(mesh.axis_names) - set(getattr(mesh, "manual_axes", ())),
+        check_vma=False,
+    )
+
+
+class _Tokens(NamedTuple):
+    """What the devices send each other, or a piece of it.
+
+    Attributes:
+        kv: Keys and values, (2, batch, tokens, kv heads, width).
+        ids: Segments; None: one.
+    """
+
+    kv: jax.Array
+    ids: jax.Array | None
+
+
+class _Rows(NamedTuple):
+    """Queries of one piece; in the backward pass with the result and its gradient.
+
+    Attributes:
+        values: The queries, or (queries, whole result, its gradient).
+        side: Where they lie.
+    """
+
+    values: Any
+    side: Side
+
+
+class _Keys(NamedTuple):
+    """Keys and values of one piece.
+
+    Attributes:
+        kv: (2, batch, tokens, kv heads, width).
+        side: Where they lie.
+    """
+
+    kv: jax.Array
+    side: Side
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Around:
+    """One device's part of the work.
+
+    Attributes:
+        axis: The mesh axis.
+        ways: Devices along it.
+        scores: How scores are made.
+        gathers: Whether keys and values are gathered at once. Inside pipeline stages they are:
+            stages may be idle, and a permute, unlike an all-gather, waits for all of the mesh.
+        index: The device's own place along the axis, see `at`.
+    """
+
+    axis: str
+    ways: int
+    scores: Scores
+    gathers: bool
+    index: Any = None
+
+    def at(self, q: jax.Array) -> tuple["_Around", jax.Array]:
+        """The same with the device's own index, and the queries.
+
+        The index follows from the queries, as far as JAX can see: of what does not, a scan over
+        layers would compute the masks of all tiles ahead and keep them, tokens x tokens.
+        """
+        index, q = jax.lax.optimization_barrier((jax.lax.axis_index(self.axis), q))
+        return dataclasses.replace(self, index=index), q
+
+    def forward(self, q: jax.Array, *others: Any) -> tuple[jax.Array, jax.Array]:
+        """The result and the `lse` of a device's own queries; arguments as for `_attend`."""
+        here, q = self.at(q)
+        return here._forward(q, *others)
+
+    def backward(self, q: jax.Array, *others: Any) -> Gradients:
+        """The gradients of a device's own queries, keys and values."""
+        here, q = self.at(q)
+        return here._backward(q, *others)
+
+    def _forward(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, ids: Any, window: Any
+    ) -> tuple[jax.Array, jax.Array]:
+        own = _Tokens(jnp.stack([k, v]), ids)
+
+        def run(rows: _Rows, keys: _Keys, *, diagonal: bool = False) -> Part:
+            (k, v), view = keys.kv, View(rows.side, keys.side, window, diagonal)
+            return part_of(rows.values, k, v, view, self.scores)
+
+        queries = self._queries(jnp.split(q, 2, axis=1), ids)
+        early, late = queries
+        k_early, k_late = self._keys(own, self.index)
+        first = run(early, k_early, diagonal=True)
+        last = merge(run(late, k_late, diagonal=True), run(late, k_early))
+
+        def turn(sums: tuple[Part, Part], source: jax.Array, tokens: _Tokens) -> Any:
+            first, last = sums
+            keys = self._keys(tokens, source)
+            last = merge(last, run(late, keys[0]))
+            is_before = source < self.index
+            part = run(_pick(is_before, *queries), _pick(is_before, *keys))
+            return merge(first, _only(is_before, part)), merge(last, _only(~is_before, part))
+
+        first, last = self._turns(turn, (first, last), own)
+        out = jnp.concatenate([first.out_BTNH, last.out_BTNH], axis=1).astype(q.dtype)
+        return out, jnp.concatenate([first.lse_BNT, last.lse_BNT], axis=2)
+
+    def _backward(
+        self, q: Any, k: Any, v: Any, ids: Any, window: Any, out: Any, lse: Any, d_out: Any
+    ) -> Gradients:
+        own = _Tokens(jnp.stack([k, v]), ids)
+        halves = [jnp.split(x, 2, axis=1) for x in (q, out.astype(jnp.float32), d_out)]
+        values = [
+            (q, Part(out, lse), d_out)
+            for q, out, d_out, lse in zip(*halves, jnp.split(lse, 2, axis=2), strict=True)
+        ]
+        queries = self._queries(values, ids)
+        early, late = queries
+
+        def run(rows: _Rows, keys: _Keys, *, diagonal: bool = False) -> Any:
+            (q, whole, d_out), (k, v) = rows.values, keys.kv
+            view = View(rows.side, keys.side, window, diagonal)
+            dq, dk, dv = gradients_of(q, k, v, whole, d_out, view, self.scores)
+            return dq, jnp.stack([dk, dv])
+
+        k_early, k_late = self._keys(own, self.index)
+        first, d_early = run(early, k_early, diagonal=True)
+        last, d_late = run(late, k_late, diagonal=True)
+        more, d_more = run(late, k_early)
+        home = jnp.concatenate([d_early + d_more, d_late], axis=2)
+
+        def turn(sums: Any, source: jax.Array, tokens: _Tokens) -> tuple[Any, jax.Array]:
+            first, last = sums
+            keys = self._keys(tokens, source)
+            more, d_early = run(late, keys[0])
+            is_before = source < self.index
+            dq, d_kv = run(_pick(is_before, *queries), _pick(is_before, *keys))
+            first = first + jnp.where(is_before, dq, 0)
+            last = last + more + jnp.where(is_before, 0, dq)
+            d_early = d_early + jnp.where(is_before, d_kv, 0)
+            d_late = jnp.where(is_before, 0, d_kv)
+            return (first, last), jnp.concatenate([d_early, d_late], axis=2)
+
+        sums, arrived = self._turns_back(turn, (first, last + more), own)
+        dk, dv = home + arrived.astype(jnp.float32)
+        dq = jnp.concatenate(sums, axis=1)
+        return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
+
+    def _turns(self, turn: Any, sums: Any, own: _Tokens) -> Any:
+        """`turn(sums, source, tokens)` for the tokens of every other device."""
+        if self.gathers:
+            every = jax.tree.map(lambda x: jax.lax.all_gather(x, self.axis), own)
+
+            def take(sums: Any, number: jax.Array) -> tuple[Any, None]:
+                source = self._source(number)
+                return turn(sums, source, jax.tree.map(lambda x: x[source], every)), None
+
+            return jax.lax.scan(take, sums, jnp.arange(1, self.ways))[0]
+
+        def body(carry: Any, number: jax.Array) -> tuple[Any, None]:
+            sums, tokens = carry
+            following = self._next(tokens)  # does not wait for this turn's products
+            return (turn(sums, self._source(number), tokens), following), None
+
+        numbers = jnp.arange(1, self.ways - 1)
+        (sums, tokens), _ = jax.lax.scan(body, (sums, self._next(own)), numbers)
+        return turn(sums, self._source(self.ways - 1), tokens)
+
+    def _turns_back(self, turn: Any, sums: Any, own: _Tokens) -> tuple[Any, jax.Array]:
+        """As `_turns`, where a turn also gives the gradients of its tokens; and this device's."""
+        dtype = own.kv.dtype
+        if self.gathers:
+            every = jax.tree.map(lambda x: jax.lax.all_gather(x, self.axis), own)
+
+            def take(carry: Any, number: jax.Array) -> tuple[Any, None]:
+                sums, d_every = carry
+                source = self._source(number)
+                tokens = jax.tree.map(lambda x: x[source], every)
+                sums, d_kv = turn(sums, source, tokens)
+                return (sums, d_every.at[source].set(d_kv.astype(dtype))), None
+
+            first = (sums, jnp.zeros_like(every.kv))
+            (sums, d_every), _ = jax.lax.scan(take, first, jnp.arange(1, self.ways))
+            return sums, jax.lax.psum_scatter(d_every, self.axis)
+
+        def body(carry: Any, number: jax.Array) -> tuple[Any, None]:
+            sums, tokens, travelled = carry
+            # Neither waits for this turn's products.
+            following, arrived = self._next(tokens), self._shift(travelled)
+            sums, d_kv = turn(sums, self._source(number), tokens)
+            return (sums, following, (arrived + d_kv).astype(dtype)), None
+
+        tokens = self._next(own)
+        after = self._next(tokens) if self.ways > 2 else tokens
+        sums, d_kv = turn(sums, self._source(1), tokens)
+        carry = (sums, after, d_kv.astype(dtype))
+        (sums, tokens, travelled), _ = jax.lax.scan(body, carry, jnp.arange(2, self.ways - 1))
+        if self.ways > 2:
+            arrived = self._shift(travelled)
+            sums, d_kv = turn(sums, self._source(self.ways - 1), tokens)
+            travelled = (arrived + d_kv).astype(dtype)
+        return sums, self._shift(travelled)
+
+    def _source(self, number: Any) -> jax.Array:
+        """Whose tokens a turn is about."""
+        return (self.index - number) % self.ways
+
+    def _queries(self, values: Any, ids: jax.Array | None) -> tuple[_Rows, _Rows]:
+        early, late = values
+        length = jax.tree.leaves(early)[0].shape[1]
+        sides = self._sides(length, ids, self.index)
+        return _Rows(early, sides[0]), _Rows(late, sides[1])
+
+    def _keys(self, tokens: _Tokens, device: jax.Array) -> tuple[_Keys, _Keys]:
+        early, late = jnp.split(tokens.kv, 2, axis=2)
+        sides = self._sides(early.shape[2], tokens.ids, device)
+        return _Keys(early, sides[0]), _Keys(late, sides[1])
+
+    def _sides(self, length: int, ids: jax.Array | None, device: jax.Array) -> tuple[Side, Side]:
+        """Where the two pieces of a device lie."""
+        early, late = (None, None) if ids is None else jnp.split(ids, 2, axis=1)
+        number = 2 * self.ways - 1 - device
+        return Side(device * length, early), Side(number * length, late)
+
+    def _next(self, tokens: _Tokens) -> _Tokens:
+        return jax.tree.map(self._shift, tokens)
+
+    def _shift(self, x: jax.Array) -> jax.Array:
+        """What the device before this one has."""
+        return jax.lax.ppermute(x, self.axis, [(i, (i + 1) % self.ways) for i in range(self.ways)])
+
+
+def _pick(is_first: jax.Array, a: Any, b: Any) -> Any:
+    return jax.tree.map(functools.partial(jnp.where, is_first), a, b)
+
+
+def _only(counts: jax.Array, part: Part) -> Part:
+    """A part, or that of no keys."""
+    return part._replace(lse_BNT=jnp.where(counts, part.lse_BNT, NOTHING))

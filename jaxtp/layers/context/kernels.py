@@ -1,0 +1,95 @@
+"""The parts of attention by the kernel that a model asks for: cuDNN's, or tiles in XLA.
+
+`jax.nn.dot_product_attention` has cuDNN's kernel, but rounds the `lse` to 16 bits and knows no
+gradient of attention of which a call sees a part of the keys. The two equations that it is traced
+to have both: the forward one gives the `lse` in float32, and the backward one takes a result and an
+`lse`, which may be those over all keys.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Literal
+
+from jaxtp.layers.context import blocks
+from jaxtp.layers.context.blocks import Part, Scores, View
+
+FORWARD = "dot_product_attention_fwd_wrapper"
+"""JAX's name of the forward equation."""
+
+
+def is_fused(view: View, scores: Scores) -> bool:
+    """Whether cuDNN's kernel computes a part.
+
+    It has neither segments, nor a window that ends elsewhere than its keys do, nor a soft cap.
+    """
+    plain = view.queries.segment_ids_BT is None and view.window is None
+    return scores.kernel == "cudnn" and plain and scores.softcap is None
+
+
+def part_of(
+    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, view: View, scores: Scores
+) -> Part:
+    """As `blocks.part_of`."""
+    if not is_fused(view, scores):
+        return blocks.part_of(q_BTNH, k_BSKH, v_BSKH, view, scores)
+    out, lse = _fused(q_BTNH, k_BSKH, v_BSKH, scores, diagonal=view.diagonal)
+    return Part(out.astype(jnp.float32), lse)
+
+
+def gradients_of(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    whole: Part,
+    d_out_BTNH: jax.Array,
+    view: View,
+    scores: Scores,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """As `blocks.gradients_of`."""
+    operands = q_BTNH, k_BSKH, v_BSKH
+    if not is_fused(view, scores):
+        return blocks.gradients_of(*operands, whole, d_out_BTNH, view, scores)
+    backward = whole, d_out_BTNH
+    dq, dk, dv = _fused(*operands, scores, diagonal=view.diagonal, backward=backward)
+    return dq.astype(jnp.float32), dk.astype(jnp.float32), dv.astype(jnp.float32)
+
+
+def _fused(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    scores: Scores,
+    *,
+    diagonal: bool,
+    backward: tuple[Part, jax.Array] | None = None,
+) -> tuple[jax.Array, ...]:
+    """The result of cuDNN and `lse`; or, given those over all keys, its gradients."""
+    attend = functools.partial(
+        jax.nn.dot_product_attention,
+        scale=scores.scale,
+        is_causal=diagonal,
+        implementation="cudnn",
+    )
+
+    def both(q: jax.Array, k: jax.Array, v: jax.Array, d_out: jax.Array) -> Any:
+        return jax.vjp(attend, q, k, v)[1](d_out)
+
+    closed = jax.make_jaxpr(both)(q, k, v, q)
+    d_out = q if backward is None else backward[1].astype(q.dtype)
+    known: dict[Any, Any] = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+    known |= dict(zip(closed.jaxpr.invars, (q, k, v, d_out), strict=True))
+    for equation in closed.jaxpr.eqns:
+        operands = [var.val if isinstance(var, Literal) else known[var] for var in equation.invars]
+        if equation.primitive.name != FORWARD:
+            results = equation.primitive.bind(*operands, **equation.params)
+        elif backward is None:
+            return tuple(equation.primitive.bind(*operands, **equation.params))
+        else:
+            whole, _ = backward
+            results = (whole.out_BTNH.astype(q.dtype), whole.lse_BNT)
+        results = results if equation.primitive.multiple_results else [results]
+        known |= dict(zip(equation.outvars, results, strict=True))
+    return tuple(known[var] for var in closed.jaxpr.outvars)

@@ -1,0 +1,211 @@
+"""Sequences that devices along cp share: the numbers of one device, bytes by formula, refusals."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hybrid_runs import check
+from rounding import assert_close
+
+import jaxtp
+from jaxtp.activations.by_name import use_plan
+from jaxtp.config.batch_sizes import resolve
+from jaxtp.config.settings import Batch, Communication, Config, Mesh
+from jaxtp.errors import JaxtpWarning, SizeMismatch
+from jaxtp.layers.context import blocks
+from jaxtp.layers.context.blocks import Scores, Side, View, gradients_of, merge, part_of
+from jaxtp.layers.context.dealing import pieces_of
+from jaxtp.mesh.build import make_mesh, plan_mesh
+from jaxtp.models import GPTConfig, LlamaConfig, build, cross_entropy
+from jaxtp.models.attention import capped_attention
+
+TOKENS = 48
+SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+LLAMA = LlamaConfig(
+    num_key_value_heads=2, head_dim=8, intermediate_size=48, dtype="float32", **SIZES
+)
+SOME_SLIDE = dataclasses.replace(
+    LLAMA,
+    sliding_window=7,
+    layer_types=("sliding_attention", "full_attention"),
+    attn_logit_softcapping=5.0,
+    remat="block_outputs",
+)
+GPT2 = GPTConfig(max_position_embeddings=TOKENS, dtype="float32", **SIZES)
+PACKED = np.repeat([[1, 2, 3], [1, 1, 2], [1, 2, 2], [1, 1, 1]], 16, axis=1)
+PADDED = np.where(np.arange(TOKENS) < [[48], [30], [17], [5]], 1, 0)
+CASES = {
+    "plain": (LLAMA, None),
+    "packed": (LLAMA, PACKED),
+    "padded": (GPT2, PADDED),
+    "window": (SOME_SLIDE, PACKED),
+}
+
+
+@functools.cache
+def program(name):
+    """Parameters, a loss of them, and the loss and gradients on one device."""
+    config, segments = CASES[name]
+    graph, params = nnx.split(build(config))
+    tokens = jax.random.randint(jax.random.key(1), (4, TOKENS + 1), 0, 64)
+    targets, counts = tokens[:, 1:], None if segments is None else segments > 0
+
+    def loss(params):
+        logits = nnx.merge(graph, params)(tokens[:, :-1], None, segments)
+        return cross_entropy(logits, targets, counts)
+
+    return params, loss, jax.jit(jax.value_and_grad(loss))(params)
+
+
+def sharded(name, sizes, *, sequence_parallel=False):
+    """Its parameters on a mesh, and a context in which its activations are sharded."""
+    config, (params, loss, _) = CASES[name][0], program(name)
+    count = int(np.prod(list(sizes.values())))
+    mesh = make_mesh(devices=jax.devices()[:count], **sizes)
+    plan = jaxtp.make_plan(params, mesh, config=config)
+    plan = dataclasses.replace(plan, sequence_parallel=sequence_parallel)
+    placed = jaxtp.shard(params, mesh, plan=plan)
+    return placed, loss, use_plan(plan, plan_mesh(mesh, plan.mesh))
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("plain", {"cp": 8, "tp": 1}),
+        ("packed", {"cp": 2, "tp": 2, "fsdp": 2}),
+        ("padded", {"cp": 4, "tp": 2}),
+        ("window", {"cp": 4, "tp": 2}),
+    ],
+    ids=str,
+)
+def test_loss_and_gradients_are_those_of_one_device(name, sizes):
+    params, loss, around = sharded(name, sizes, sequence_parallel=name == "padded")
+    with around:
+        got = jax.jit(jax.value_and_grad(loss))(params)
+    assert_close(got, program(name)[2], 4 * TOKENS * 48)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "options"),
+    [
+        ("llama", {"cp": 2, "tp": 2, "fsdp": 2}, {"zero": 3, "num_micro": 2}),
+        ("llama", {"pp": 2, "cp": 2, "tp": 2}, {}),
+    ],
+    ids=str,
+)
+def test_three_updates_are_those_of_one_device(name, sizes, options):
+    check(name, sizes, **options)
+
+
+def test_every_device_meets_as_many_tokens():
+    for ways in (2, 4, 8):
+        pieces = pieces_of(ways)
+        assert sorted(pieces.reshape(-1)) == list(range(2 * ways))
+        assert set(pieces.sum(axis=1)) == {2 * ways - 1}
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    monkeypatch.setattr(blocks, "LARGEST", 4)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("window", [None, 5])
+def test_parts_add_up_to_all_attention(small_tiles, window, softcap):
+    keys = jax.random.split(jax.random.key(0), 4)
+    q, d_out = (jax.random.normal(key, (2, 12, 4, 8)) for key in keys[:2])
+    k, v = (jax.random.normal(key, (2, 24, 2, 8)) for key in keys[2:])
+    ids = jnp.asarray(np.repeat([[1, 2, 3, 3], [1, 1, 1, 2]], 6, axis=1))
+    scores = Scores(0.3, softcap, "xla")
+    mine = Side(jnp.int32(12), ids[:, 12:])
+    views = [
+        View(mine, Side(jnp.int32(12), ids[:, 12:]), window, diagonal=True),
+        View(mine, Side(jnp.int32(0), ids[:, :12]), window, diagonal=False),
+    ]
+    halves = [(k[:, 12:], v[:, 12:]), (k[:, :12], v[:, :12])]
+
+    def whole(q, k, v):
+        mask = ids[:, None, :, None] == ids[:, None, None, :]
+        reach = None if window is None else (window - 1, 0)
+        options = {"is_causal": True, "scale": 0.3, "local_window_size": reach}
+        every = jnp.concatenate([jnp.zeros_like(q), q], axis=1)
+        return capped_attention(every, k, v, softcap=softcap, mask=mask, **options)[:, 12:]
+
+    want, pull = jax.vjp(whole, q, k, v)
+    parts = [part_of(q, *kv, view, scores) for kv, view in zip(halves, views, strict=True)]
+    both = merge(*parts)
+    assert_close(both.out_BTNH, want, 24 * 8)
+    grads = [
+        gradients_of(q, *kv, both, d_out, view, scores)
+        for kv, view in zip(halves, views, strict=True)
+    ]
+    (dq, *late), (more, *early) = grads
+    joined = [jnp.concatenate(pair, axis=1) for pair in zip(early, late, strict=True)]
+    assert_close((dq + more, *joined), pull(d_out), 24 * 8)
+
+
+def test_no_array_of_tokens_by_tokens():
+    """Forward and backward, of a sequence far longer than a tile."""
+    tokens, config = 32_768, dataclasses.replace(LLAMA, num_hidden_layers=1, remat="block_outputs")
+    graph, params = nnx.split(jaxtp.models.abstract(config))
+    plan = jaxtp.make_plan(params, {"cp": 4, "tp": 2}, config=config)
+    mesh = plan_mesh(make_mesh(cp=4, tp=2), plan.mesh)
+
+    def loss(params, rows):
+        return cross_entropy(nnx.merge(graph, params)(rows), rows)
+
+    with use_plan(plan, mesh):
+        rows = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
+        lowered = jax.jit(jax.grad(loss)).lower(params, rows).as_text()
+    sizes = [
+        np.prod([int(n) for n in dims.split("x")[:-1]])
+        for dims in set(re.findall(r"tensor<([\dx]+x)[a-z]", lowered))
+    ]
+    # One tile's scores of two heads on each of eight devices.
+    assert max(sizes) <= 16 * blocks.LARGEST**2 == tokens**2 // 64
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "sequence_parallel", "message"),
+    [
+        (
+            60,
+            False,
+            r"TP003 at seq_len: cp=8 assigns two pieces of 60 .* fix: seq_len of 48, 64",
+        ),
+        (48, True, r"shards 48 tokens 32 ways\n  fix: seq_len of 32, 64"),
+    ],
+)
+def test_lengths_that_do_not_divide_are_refused(seq_len, sequence_parallel, message):
+    config = Config(
+        model="llama3.2-1b",
+        seq_len=seq_len,
+        mesh=Mesh(cp=8, tp=4),
+        batch=Batch(size=1),
+        communication=Communication(sequence_parallel=sequence_parallel),
+    )
+    with pytest.raises(SizeMismatch, match=f"(?s){message}"):
+        resolve(config, 32)
+
+
+def test_a_model_refuses_a_length_that_does_not_divide():
+    params, _, around = sharded("plain", {"cp": 4, "tp": 2})
+    graph = nnx.split(build(LLAMA))[0]
+    with around, pytest.raises(SizeMismatch, match=r"(?s)TP003 at tokens: .* 8, such as 40 or 48"):
+        jax.eval_shape(lambda p: nnx.merge(graph, p)(jnp.zeros((1, 44), jnp.int32)), params)
+
+
+def test_interleaving_says_that_it_does_not_go_with_it():
+    params, loss, _ = sharded("plain", {"cp": 4, "tp": 2})
+    plan = jaxtp.make_plan(params, {"cp": 4, "tp": 2}, config=LLAMA)
+    plan = dataclasses.replace(plan, overlap="aggressive")
+    with (
+        use_plan(plan, plan_mesh(make_mesh(cp=4, tp=2), plan.mesh)),
+        pytest.warns(JaxtpWarning, match="TP073 at cp: devices along cp share every sequence"),
+    ):
+        jax.eval_shape(loss, params)
