@@ -19,13 +19,14 @@ COMMANDS: Mapping[str, str] = {
     "preflight": "preflight_command",
     "search": "search_command",
     "train": "train_command",
+    "generate": "generate_command",
     "quickstart": "quickstart_command",
     "probe": "probe_command",
     "errors": "errors_command",
 }
 """Name of the command -> the module of this room that holds a function of that name."""
 
-ON_DEVICES = ("train", "quickstart", "probe")
+ON_DEVICES = ("train", "generate", "quickstart", "probe")
 """Commands that compute; the others read, plan and compile for machines that are not there."""
 
 COMPILES = ("preflight", "search")

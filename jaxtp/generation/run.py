@@ -79,6 +79,7 @@ def generate(
     plan: Plan | None = None,
     max_context: int | None = None,
     on_text: Callable[[int, str], None] | None = None,
+    on_tokens: Callable[[int], None] | None = None,
 ) -> list[Answer]:
     """Answers to prompts, by a model of this package where it lies.
 
@@ -105,6 +106,8 @@ def generate(
         max_context: Most tokens of a prompt and its answer, where the model sets no limit itself.
         on_text: Called with (row, new text) as text comes, every few tokens; rows are those of the
             result.
+        on_tokens: Called with how many tokens rows have come to: after the first, and then as often
+            as `on_text`.
 
     Returns:
         One answer for each prompt and sample: all samples of the first prompt, then of the next.
@@ -117,7 +120,11 @@ def generate(
     """
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     rows = _encoded([prompts] if isinstance(prompts, str) else prompts, tokenizer)
-    _check(rows, model, max_new_tokens, max_context, samples, stop, tokenizer)
+    check_prompts(
+        rows, model.config, max_new_tokens=max_new_tokens, max_context=max_context, samples=samples
+    )
+    if stop and tokenizer is None:
+        raise BadPrompt("stop strings without a tokenizer", where="stop", fix="end_tokens=, as ids")
     plan, mesh = plan_of(model, plan)
     graph, params = nnx.split(model)
     setting = Setting(
@@ -135,11 +142,16 @@ def generate(
         progress = prompt_program(setting)(params, *batch, sampling.numbers)
         more = token_program(setting, tuple(x.sharding for x in jax.tree.leaves(progress)))
         texts.take(progress)
-        chunk = CHUNK if stop or on_text is not None else max_new_tokens
+        if on_tokens is not None:
+            on_tokens(texts.step)
+        looks = stop or on_text is not None or on_tokens is not None
+        chunk = CHUNK if looks else max_new_tokens
         while texts.step < max_new_tokens and not texts.all_done:
             limit = jnp.int32(min(texts.step + chunk, max_new_tokens))
             progress = more(params, texts.stopped(progress), limit, sampling.numbers)
             texts.take(progress)
+            if on_tokens is not None:
+                on_tokens(texts.step)
     return texts.answers(samples, setting.end_tokens)
 
 
@@ -213,28 +225,35 @@ def _encoded(
     return rows
 
 
-def _check(
+def check_prompts(
     rows: Sequence[Sequence[int]],
-    model: Decoder,
+    config: Any,
+    *,
     max_new_tokens: int,
-    max_context: int | None,
-    samples: int,
-    stop: Sequence[str],
-    tokenizer: TextCodec | None,
+    max_context: int | None = None,
+    samples: int = 1,
 ) -> None:
+    """Refuses what a model cannot answer; it takes the model's config alone.
+
+    Args:
+        rows: Token ids of each prompt.
+        config: A `DecoderConfig`.
+        max_new_tokens: Most tokens of an answer.
+        max_context: Most tokens of a prompt and its answer; None: as many as the model has.
+        samples: Answers for each prompt.
+
+    Raises:
+        BadPrompt: TP140, for prompts that are empty, too long, or have tokens the model has not.
+    """
     problems = Problems()
-    vocab = model.config.vocab_size
-    longest = getattr(model.config, "max_position_embeddings", None)
+    vocab = config.vocab_size
+    longest = getattr(config, "max_position_embeddings", None)
     limit = min((n for n in (longest, max_context) if n is not None), default=None)
     for name, count in (("max_new_tokens", max_new_tokens), ("samples", samples)):
         if count < 1:
             problems.add(BadPrompt(f"{name} is {count}", where=name, fix="1 or more"))
     if not rows:
         problems.add(BadPrompt("no prompts", where="prompts", fix="at least one"))
-    if stop and tokenizer is None:
-        problems.add(
-            BadPrompt("stop strings without a tokenizer", where="stop", fix="end_tokens=, as ids")
-        )
     for i, row in enumerate(rows):
         where = f"prompts[{i}]"
         if not row:
