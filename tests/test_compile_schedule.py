@@ -8,6 +8,7 @@ import pytest
 from jaxtp.compile.collectives import find
 from jaxtp.compile.hlo import parse
 from jaxtp.compile.schedule import simulate
+from jaxtp.cost.products import COMPILED_MEMORY_SHARE, product_seconds
 from jaxtp.hardware.gpus import Target
 
 DATA = Path(__file__).parent / "data" / "hlo"
@@ -15,11 +16,11 @@ TARGET = Target.parse("h100:1x8")
 MESH = {"dp": 1, "tp": 8}
 
 # One product of 2 * 4096^3 FLOPs; one all-reduce of 32 MiB.
-PRODUCT = 2 * 4096**3 / TARGET.device.matmul_flops
+PRODUCT = float(product_seconds(TARGET.device, 4096, 4096, 4096))
 MOVE = TARGET.collective_seconds("all-reduce", 32 * 2**20, [range(8)])
 ARRAY = "bf16[4096,4096]"
 # Every program ends with a copy, which reads and writes the array.
-COPY = 2 * 32 * 2**20 / (2.6 / 3.35 * TARGET.device.hbm_bandwidth)
+COPY = 2 * 32 * 2**20 / (COMPILED_MEMORY_SHARE * TARGET.device.hbm_bandwidth)
 
 
 def dot(name, left="%p0"):

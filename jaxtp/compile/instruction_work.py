@@ -4,8 +4,9 @@ XLA's own cost analysis is not used: it counts a loop's body once and, for a dev
 there, returns nothing.
 """
 
+import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from jaxtp.compile.hlo import Computation, Instruction, Module, Shape
 
@@ -15,50 +16,110 @@ _FREE = {
 }  # fmt: skip
 
 
-def matmul_flops(module: Module, computation: Computation, instruction: Instruction) -> float:
-    """FLOPs of the matrix products that one instruction runs, nested computations included.
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MatrixProducts:
+    """Equal products of one instruction: `count` of (rows, depth) by (depth, columns), in elements.
 
-    A product counts 2 x result elements x contracted elements. cuDNN attention is two products of
-    (query, key) scores forward and, with its recomputation, five backward; a causal mask halves
-    both, because the kernel skips the masked blocks.
+    Attributes:
+        rows: Rows of the results; positions of queries, of attention.
+        columns: Columns of the results; positions of keys.
+        depth: The contracted dim; the width of a head.
+        count: How many; heads of all sequences.
+        attention: "forward" or "backward" for the products of cuDNN's attention.
+        is_causal: Whether those leave out what a causal mask hides.
+    """
+
+    rows: int
+    columns: int
+    depth: int
+    count: int = 1
+    attention: str = ""
+    is_causal: bool = False
+
+    @property
+    def flops(self) -> float:
+        """2 x elements of the results x depth.
+
+        cuDNN's attention is two products of scores forward and, with its recomputation, five
+        backward; a causal mask halves both, because the kernel skips the masked blocks.
+        """
+        products = {"": 1, "forward": 2, "backward": 5}[self.attention]
+        kept = 0.5 if self.is_causal else 1.0
+        return products * kept * 2.0 * self.count * self.rows * self.columns * self.depth
+
+
+def matmul_flops(module: Module, computation: Computation, instruction: Instruction) -> float:
+    """FLOPs of the matrix products that one instruction runs, nested computations included."""
+    return sum(one.flops for one in matrix_products(module, computation, instruction))
+
+
+def matrix_products(
+    module: Module, computation: Computation, instruction: Instruction
+) -> list[MatrixProducts]:
+    """The matrix products that one instruction runs, nested computations included.
+
+    A loop and a conditional run none themselves.
     """
     if instruction.opcode in ("while", "conditional"):
-        return 0.0
-    nested = sum(
-        matmul_flops(module, module.computations[name], inner)
+        return []
+    nested = [
+        one
         for name in instruction.calls
         for inner in module.computations[name]
-    )
-    return nested + _own_flops(computation, instruction)
+        for one in matrix_products(module, module.computations[name], inner)
+    ]
+    return nested + _own_products(computation, instruction)
 
 
-def _own_flops(computation: Computation, instruction: Instruction) -> float:
+def _own_products(computation: Computation, instruction: Instruction) -> list[MatrixProducts]:
     if instruction.opcode == "dot":
-        dims = instruction.attribute("lhs_contracting_dims").strip("{}")
-        return _product(computation, instruction, [int(dim) for dim in dims.split(",") if dim])
+        contracting, batch = (
+            [int(dim) for dim in instruction.attribute(name).strip("{}").split(",") if dim]
+            for name in ("lhs_contracting_dims", "lhs_batch_dims")
+        )
+        return [_product(computation, instruction, contracting, batch)]
     config = instruction.config
     if "gemm_backend_config" in config:
         numbers = config["gemm_backend_config"]["dot_dimension_numbers"]
         contracting = [int(dim) for dim in numbers["lhs_contracting_dimensions"]]
-        return _product(computation, instruction, contracting)
+        batch = [int(dim) for dim in numbers.get("lhs_batch_dimensions", ())]
+        return [_product(computation, instruction, contracting, batch)]
     if "cudnn_fmha_backend_config" in config:
         attention = config["cudnn_fmha_backend_config"]
-        scores = math.prod(int(d) for d in attention["intermediate_tensor_shape"]["dimensions"])
-        head_dim = _operand(computation, instruction, 0).dims[-1]
-        products = 5 if "Backward" in instruction.attribute("custom_call_target") else 2
-        kept = 0.5 if "CAUSAL" in attention["mask_type"] else 1.0
-        return products * kept * 2.0 * scores * head_dim
-    return 0.0
+        *outer, queries, keys = (
+            int(d) for d in attention["intermediate_tensor_shape"]["dimensions"]
+        )
+        is_backward = "Backward" in instruction.attribute("custom_call_target")
+        return [
+            MatrixProducts(
+                rows=queries,
+                columns=keys,
+                depth=_operand(computation, instruction, 0).dims[-1],
+                count=math.prod(outer),
+                attention="backward" if is_backward else "forward",
+                is_causal="CAUSAL" in attention["mask_type"],
+            )
+        ]
+    return []
 
 
 def _operand(computation: Computation, instruction: Instruction, index: int) -> Shape:
     return computation.instructions[instruction.operands[index]].shapes[0]
 
 
-def _product(computation: Computation, instruction: Instruction, dims: Iterable[int]) -> float:
+def _product(
+    computation: Computation,
+    instruction: Instruction,
+    contracting: Sequence[int],
+    batch: Sequence[int],
+) -> MatrixProducts:
     left = _operand(computation, instruction, 0)
+    depth, count = (math.prod(left.dims[dim] for dim in dims) for dims in (contracting, batch))
     # cuBLASLt returns its workspace beside the result, which comes first.
-    return 2.0 * instruction.shapes[0].num_elements * math.prod(left.dims[dim] for dim in dims)
+    results = instruction.shapes[0].num_elements
+    rows = max(left.num_elements // max(depth * count, 1), 1)
+    columns = results // max(rows * count, 1)
+    return MatrixProducts(rows=rows, columns=columns, depth=depth, count=count)
 
 
 def memory_bytes(module: Module, computation: Computation, instruction: Instruction) -> int:

@@ -1,18 +1,17 @@
 """How much of the communication a schedule hides: a model with a clock for each resource.
 
-The model walks the program in launch order. Work advances the compute clock: matrix products at the
-rate that large products sustain, elementwise and copying work at MEMORY_SHARE of the memory
-bandwidth. A collective starts when it is launched and its links are free. NVLink and the network
-have a clock each, so that tensor parallelism inside a host and ZeRO across hosts move at once; on
-one link collectives follow each other, and take their bytes over the measured bandwidth. The
-`-done` stalls the compute clock until the collective has ended. That stall is *exposed* time of
-what moves meanwhile, also of collectives in front of it; a synchronous one on a free link is
-exposed entirely. A loop's body is walked for its first turn and once more for all later ones; of a
-conditional's branches the slowest counts.
+The model walks the program in launch order. Work advances the compute clock: matrix products and
+attention as `jaxtp search` prices them by their sizes (`jaxtp.cost.products`), elementwise and
+copying work at a share of the memory bandwidth. A collective starts when it is launched and its
+links are free. NVLink and the network have a clock each, so that tensor parallelism inside a host
+and ZeRO across hosts move at once; on one link collectives follow each other, and take their bytes
+over the measured bandwidth. The `-done` stalls the compute clock until the collective has ended.
+That stall is *exposed* time of what moves meanwhile, also of collectives in front of it; a
+synchronous one on a free link is exposed entirely. A loop's body is walked for its first turn and
+once more for all later ones; of a conditional's branches the slowest counts.
 
-What it leaves out: the slow-down of work by the communication beside them, launch times, and that
-narrow products run below the sustained rate. It says what a schedule permits, not what the
-hardware delivers.
+What it leaves out: the slow-down of work by the communication beside them, and launch times. It
+says what a schedule permits, not what the hardware delivers.
 """
 
 import copy
@@ -22,11 +21,9 @@ from typing import Any
 
 from jaxtp.compile.collectives import Collective, site
 from jaxtp.compile.hlo import Computation, Instruction, Module
-from jaxtp.compile.instruction_work import matmul_flops, memory_bytes
-from jaxtp.hardware.gpus import NETWORK, NVLINK, Target
-
-MEMORY_SHARE = 2.6 / 3.35
-"""Share of the data sheet's memory bandwidth that elementwise work reaches: 2.6 TB/s on an H100."""
+from jaxtp.compile.instruction_work import MatrixProducts, matrix_products, memory_bytes
+from jaxtp.cost.products import COMPILED_MEMORY_SHARE, fused_attention_seconds, product_seconds
+from jaxtp.hardware.gpus import NETWORK, NVLINK, DeviceKind, Target
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -197,6 +194,16 @@ class _Transfer:
     number: int
 
 
+def products_seconds(one: MatrixProducts, device: DeviceKind) -> float:
+    """Seconds of the matrix products of one instruction on a GPU, modelled."""
+    if not one.attention:
+        return float(product_seconds(device, one.rows, one.columns, one.depth, count=one.count))
+    seconds = fused_attention_seconds(
+        device, one.rows, one.columns, one.depth, one.count, backward=one.attention == "backward"
+    )
+    return float(seconds) * (1 if one.is_causal else 2)  # what is priced is causal
+
+
 class _Walk:
     """The clocks, and what happened on them."""
 
@@ -277,11 +284,13 @@ class _Walk:
 
     def work(self, computation: Computation, instruction: Instruction, repeat: int) -> None:
         """Advances the compute clock by one instruction's own work."""
-        flops = matmul_flops(self.module, computation, instruction)
-        seconds = flops / self.target.device.matmul_flops
+        device = self.target.device
+        products = matrix_products(self.module, computation, instruction)
+        flops = sum(one.flops for one in products)
+        seconds = sum(products_seconds(one, device) for one in products)
         if not flops:
             moved = memory_bytes(self.module, computation, instruction)
-            seconds = moved / (MEMORY_SHARE * self.target.device.hbm_bandwidth)
+            seconds = moved / (COMPILED_MEMORY_SHARE * device.hbm_bandwidth)
         if seconds:
             self.products.append(
                 Product(

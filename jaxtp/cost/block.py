@@ -77,7 +77,7 @@ def block_seconds(
         + is_recompute(s, Recompute.STAGE) * whole
         + is_recompute(s, Recompute.OPS) * ((columns + rows) / 2 + moved)
         + is_recompute(s, Recompute.DOTS) * (attention + moved)
-        + is_recompute(s, Recompute.ATTENTION) * (0 if habits.fused_attention else attention)
+        + is_recompute(s, Recompute.ATTENTION) * np.where(is_fused(s, habits), 0.0, attention)
     )
     adding = block_params(model, s) * habits.accumulate_bytes / memory_rate(device)
     message, gather = message_seconds(model, s, wires, habits)
@@ -162,9 +162,19 @@ def _attention(
     # Of scores and values each is half of the work.
     head_dim = (model.width + model.values) / (2 * model.heads)
     sizes = (device, queries, model.seq, head_dim, heads)
-    if habits.fused_attention:
-        return fused_attention_seconds(*sizes, backward=backward, relative=habits.attention)
-    return unfused_attention_seconds(*sizes, backward=backward, traffic=habits.traffic)
+    fused = is_fused(s, habits)
+    found: Number = 0.0
+    if np.any(fused):
+        found = fused_attention_seconds(*sizes, backward=backward, relative=habits.attention)
+    if not np.all(fused):
+        slow = unfused_attention_seconds(*sizes, backward=backward, traffic=habits.traffic)
+        found = np.where(fused, found, slow)
+    return found
+
+
+def is_fused(s: Strategy, habits: Habits) -> Number:
+    """Whether attention keeps its scores in the chip."""
+    return np.asarray(s.fused, bool) & habits.fused_attention
 
 
 def elementwise_bytes(model: ModelSizes, s: Strategy, *, backward: bool) -> Number:

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from jaxtp.cost.block import block_params
+from jaxtp.cost.block import block_params, is_fused
 from jaxtp.cost.data_parallel import layer_params_here, sharded_params, vocab_ways
 from jaxtp.cost.habits import Habits
 from jaxtp.cost.strategy import (
@@ -56,7 +56,8 @@ def kept_bytes(model: ModelSizes, s: Strategy, habits: Habits) -> Number:
     mlp = 2 * (3 if model.gated else 2) * model.active_ffn / tp
     # What was sent to experts, and what they made of it.
     routed = 2 * stream * model.chosen * model.routed_layers / model.layers
-    scores = 0 if habits.fused_attention else habits.score_bytes * model.heads * model.seq / tp
+    scores = habits.score_bytes * model.heads * model.seq / tp
+    scores = np.where(is_fused(s, habits), 0.0, scores)
     everything = habits.kept_streams * stream + masks / split + heads + mlp + routed
     ups = (2 if model.gated else 1) * model.active_ffn
     products = 2 * (model.width + model.kv_width + ups) / tp + routed

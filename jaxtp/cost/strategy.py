@@ -183,6 +183,8 @@ class Strategy:
         sequence_parallel: Whether the residual stream is split along tp.
         interleaved: Whether two halves of the micro-batch take turns, one's products beside the
             other's tensor-parallel collectives.
+        fused: Whether a kernel that keeps no scores can compute attention on this mesh; it does
+            where the framework has one.
     """
 
     dp: Number = 1
@@ -198,6 +200,7 @@ class Strategy:
     recompute: Number = Recompute.NONE
     sequence_parallel: Number = False
     interleaved: Number = False
+    fused: Number = True
 
     @property
     def devices(self) -> Number:

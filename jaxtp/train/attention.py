@@ -13,6 +13,9 @@ that is there, so that a compiler without one gets the smaller limit."""
 
 PACKAGE = "nvidia.cudnn"
 
+NOT_INSTALLED = 'cuDNN\'s library is not installed (pip install "jaxtp[cudnn]")'
+"""Why a compiler without a GPU takes XLA's attention where a GPU would take cuDNN's."""
+
 
 def choose_attention(config: Config, *, on_gpu: bool, ahead: bool = False) -> tuple[Config, str]:
     """The same settings with `attention` either xla or cudnn, and one line that says why.
@@ -46,11 +49,11 @@ def choose_attention(config: Config, *, on_gpu: bool, ahead: bool = False) -> tu
         )
     if config.attention != "auto":
         return config, f"{config.attention}, as asked for"
-    obstacle = _obstacle(config) if on_gpu else "there is no GPU"
-    if not obstacle and ahead and not has_cudnn():
-        obstacle = 'cuDNN\'s library is not installed (pip install "jaxtp[cudnn]")'
-    kernel = "xla" if obstacle else "cudnn"
-    text = f"xla: {obstacle}" if obstacle else "cudnn, which keeps no tokens x tokens arrays"
+    why = obstacle(config) if on_gpu else "there is no GPU"
+    if not why and ahead and not has_cudnn():
+        why = NOT_INSTALLED
+    kernel = "xla" if why else "cudnn"
+    text = f"xla: {why}" if why else "cudnn, which keeps no tokens x tokens arrays"
     return dataclasses.replace(config, attention=kernel), text
 
 
@@ -62,7 +65,7 @@ def has_cudnn() -> bool:
         return False
 
 
-def _obstacle(config: Config) -> str:
+def obstacle(config: Config) -> str:
     """Why cuDNN cannot compute a run's attention; "" if it can."""
     model, tp = models.config_of(config.model), config.mesh.tp
     kv_heads = getattr(model, "num_key_value_heads", model.num_attention_heads)

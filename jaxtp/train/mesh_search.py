@@ -11,13 +11,12 @@ from jaxtp.config.settings import Batch, Config
 from jaxtp.cost.candidates import POLICIES, SETTINGS, candidates
 from jaxtp.cost.ranking import EQUAL_WITHIN, EXPECTED_ERROR, GIB, Candidate, Ranking, rank
 from jaxtp.cost.strategy import AXES
-from jaxtp.cost.wire import Wires
 from jaxtp.errors import BadUsage, DoesNotFit, JaxtpError, join
 from jaxtp.hardware.gpus import Target
 from jaxtp.models import LlamaConfig
 from jaxtp.train.planning import model_of
 from jaxtp.train.preflight import preflight_config
-from jaxtp.train.pricing import habits_of, sizes_of
+from jaxtp.train.pricing import JAXTP, fused_on, sizes_of, wires_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +170,7 @@ def search(
         device = dataclasses.replace(machine.device, nic_bandwidth=network)
         machine = dataclasses.replace(machine, device=device)
     sizes = sizes_of(model_config, config.seq_len)
-    wires = Wires.of(machine)
+    wires = wires_of(machine)
     found = candidates(
         sizes,
         machine.num_devices,
@@ -180,9 +179,8 @@ def search(
         domain=wires.domain,
         interleaves=isinstance(model_config, LlamaConfig),
     )
-    ranking = rank(
-        sizes, found, wires, habits_of(model_config), memory_bytes=machine.device.memory_bytes
-    )
+    found = dataclasses.replace(found, fused=fused_on(config, found))
+    ranking = rank(sizes, found, wires, JAXTP, memory_bytes=machine.device.memory_bytes)
     best = ranking.candidate(int(ranking.order[0]))
     rows: list[Found] = []
     for index in ranking.by_mesh():
@@ -353,7 +351,7 @@ def _foot(result: Search) -> tuple[str, ...]:
 
 def advice(result: Search) -> list[str]:
     """Sentences on the links that the best mesh's axes use, and on what a network would change."""
-    one, wires = result.rows[0].candidate, Wires.of(result.target)
+    one, wires = result.rows[0].candidate, wires_of(result.target)
     lines: list[str] = []
     inner = 1
     for axis in reversed(AXES):

@@ -2,10 +2,14 @@
 
 import dataclasses
 
+import numpy as np
+from numpy.typing import NDArray
+
 from jaxtp.config.batch_sizes import is_sequence_parallel
 from jaxtp.config.settings import Config
 from jaxtp.cost.candidates import POLICIES
-from jaxtp.cost.habits import HABITS, Habits
+from jaxtp.cost.habits import HABITS
+from jaxtp.cost.products import COMPILED_MEMORY_SHARE
 from jaxtp.cost.step import StepPrice, price
 from jaxtp.cost.strategy import AXES, ModelSizes, Strategy
 from jaxtp.cost.wire import Wires
@@ -13,7 +17,11 @@ from jaxtp.errors import BadUsage
 from jaxtp.hardware.gpus import Target
 from jaxtp.models import Config as ModelConfig
 from jaxtp.models import LlamaConfig
+from jaxtp.train.attention import choose_attention
 from jaxtp.train.planning import model_of
+
+JAXTP = HABITS["jaxtp"]
+"""How a step of ours runs."""
 
 
 def step_price(config: Config, target: Target) -> StepPrice:
@@ -26,9 +34,14 @@ def step_price(config: Config, target: Target) -> StepPrice:
     Raises:
         BadUsage: TP132, for experts, which are not priced.
     """
-    model = model_of(config)
-    sizes = sizes_of(model, config.seq_len)
-    return price(sizes, strategy_of(config), Wires.of(target), habits_of(model))
+    sizes = sizes_of(model_of(config), config.seq_len)
+    return price(sizes, strategy_of(config), wires_of(target), JAXTP)
+
+
+def wires_of(target: Target) -> Wires:
+    """The links of a machine whose GPUs run compiled programs."""
+    device = dataclasses.replace(target.device, memory_share=COMPILED_MEMORY_SHARE)
+    return Wires.of(dataclasses.replace(target, device=device))
 
 
 def sizes_of(model: ModelConfig, seq: int) -> ModelSizes:
@@ -65,10 +78,31 @@ def sizes_of(model: ModelConfig, seq: int) -> ModelSizes:
     )
 
 
-def habits_of(model: ModelConfig) -> Habits:
-    """How jaxtp runs a model of this config."""
-    fused = model.attention_implementation == "cudnn"
-    return dataclasses.replace(HABITS["jaxtp"], fused_attention=fused)
+def can_fuse(config: Config) -> bool:
+    """Whether cuDNN computes attention in the step that `jaxtp preflight` compiles of a run."""
+    chosen, _ = choose_attention(config, on_gpu=True, ahead=True)
+    return chosen.attention == "cudnn"
+
+
+def fused_on(config: Config, strategies: Strategy) -> NDArray[np.bool_]:
+    """The same for a run on each of many strategies.
+
+    Args:
+        config: The run.
+        strategies: Arrays of one length.
+    """
+    s = strategies
+    # What it depends on; more replicas and more micro-batches than two change nothing.
+    data = np.minimum(np.asarray(s.dp) * s.fsdp, 2)
+    asked = np.stack([s.tp, s.pp, data, np.minimum(s.micro_batches, 2), s.zero], axis=1)
+    rows, inverse = np.unique(asked, axis=0, return_inverse=True)
+    found = []
+    for tp, pp, replicas, accumulation, zero in rows.tolist():
+        mesh = dataclasses.replace(config.mesh, tp=tp, pp=pp, dp=replicas, fsdp=1)
+        batch = dataclasses.replace(config.batch, accumulation=accumulation)
+        stage = dataclasses.replace(config.zero, stage=zero)
+        found.append(can_fuse(dataclasses.replace(config, mesh=mesh, batch=batch, zero=stage)))
+    return np.asarray(found)[inverse.reshape(-1)]
 
 
 def strategy_of(config: Config) -> Strategy:
@@ -87,4 +121,5 @@ def strategy_of(config: Config) -> Strategy:
         recompute=int(POLICIES[config.remat]),
         sequence_parallel=is_sequence_parallel(config),
         interleaved=config.communication.overlap == "aggressive",
+        fused=can_fuse(config),
     )
