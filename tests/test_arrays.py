@@ -19,6 +19,7 @@ from small_models import MESHES, MODELS, NNXModel, abstract, make, mesh, tokens
 from jaxtp import errors
 from jaxtp.mesh.axes import MeshShape
 from jaxtp.placement.arrays import shard, shard_batch, unshard
+from jaxtp.placement.init import init_sharded
 from jaxtp.plan.decisions import ParamDecision, Plan
 from jaxtp.plan.stored_form import Blocks, mask_padding
 from jaxtp.plan.trees import canonical, leaves
@@ -399,3 +400,28 @@ def test_explicit_axes_are_warned_of_once_with_the_line_that_makes_them_auto():
         got = jax.jit(MODELS["linen"].apply)(shard(make("linen"), again), batch)
     want = MODELS["linen"].apply(make("linen"), jnp.asarray(tokens()))
     np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+@pytest.mark.parametrize("sizes", [(2, 4), (1, 8)], ids=str)
+def test_boxes_that_name_no_axis_of_the_mesh_say_where_their_arrays_lie(sizes):
+    """Under `jax.set_mesh` Flax constrains arrays by the names on their boxes."""
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            init = nn.initializers.lecun_normal()
+            up = nn.Dense(12, kernel_init=nn.with_partitioning(init, ("model", None)))
+            return nn.Dense(8, kernel_init=nn.with_partitioning(init, ("tp", None)))(up(x))
+
+    model, x, target = Model(), jnp.ones((8, 8)), mesh(*sizes)
+    params = model.init(jax.random.key(0), x)["params"]
+    with pytest.warns(errors.JaxtpWarning, match="1 annotations name 'model'"):
+        placed = shard(params, target)
+    names = placed["Dense_0"]["kernel"].names
+    assert names == ((None, "tp") if sizes == (2, 4) else (None, P.UNCONSTRAINED))
+    assert placed["Dense_1"]["kernel"].names == ("tp", None)
+    with jax.set_mesh(target):
+        got = jax.jit(lambda p: model.apply({"params": p}, x))(placed)
+        with pytest.raises(errors.BadSpec, match=r"TP044: .*jax.set_mesh lacks: .*model"):
+            init_sharded(lambda: model.init(jax.random.key(0), x)["params"], None, target)
+    np.testing.assert_allclose(got, model.apply({"params": params}, x), rtol=bound(12))

@@ -3,8 +3,12 @@
 import pickle
 import re
 
+import jax.numpy as jnp
+import optax
 import pytest
+from flax import linen as nn
 
+import jaxtp
 from jaxtp import errors
 from jaxtp.errors import BadConfig, BadMesh, JaxtpError, Problems, SizeMismatch, page
 
@@ -62,3 +66,19 @@ def test_problems_are_raised_together():
 def test_long_lists_are_cut_short():
     assert errors.join(range(3)) == "0, 1, 2"
     assert errors.join(range(10), 2) == "0, 1 and 8 more"
+
+
+def test_warnings_show_the_line_of_the_caller():
+    """However many functions of jaxtp lie between."""
+    annotated = {"up": nn.Partitioned(jnp.ones((8, 16)), ("model", None))}
+    mesh = jaxtp.make_mesh(tp=2, dp=-1)
+    calls = (
+        lambda: jaxtp.make_plan(annotated, mesh),
+        lambda: jaxtp.shard(annotated, mesh),
+        lambda: jaxtp.init_sharded(lambda: annotated, optax.sgd(0.1), mesh),
+        lambda: jaxtp.make_plan({"up": jnp.ones((8, 16))}, {"dp": 2, "x": 2, "tp": 2}),
+    )
+    for call in calls:
+        with pytest.warns(jaxtp.JaxtpWarning) as seen:
+            call()
+        assert {warning.filename for warning in seen} == {__file__}

@@ -113,6 +113,10 @@ def test_nothing_is_printed_before_the_report():
     )
     assert ran.stderr == ""
     assert ran.stdout.startswith("preflight     h100:1x2, mesh tp=2;")
+    probe = [*command[:3], "probe", "--cpu-devices", "2", "--size", "32"]
+    ran = subprocess.run(probe, env=environment, capture_output=True, text=True, check=True)
+    assert "Traceback" not in ran.stderr
+    assert ran.stdout.startswith("probed 2 devices, 0 wrong")
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,13 @@
 
 import difflib
 import importlib
+import importlib.util
 import os
+import pkgutil
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import tyro
@@ -61,6 +64,8 @@ def _run(args: Sequence[str]) -> int:
     name = args[0] if args else ""
     if name not in ON_DEVICES:
         _keep_to_the_host(start=name in COMPILES)
+    elif _has_no_gpu():
+        _keep_to_the_host(start=False)
     if name in READS_WORDS:
         return command(name)(args[1:])
     if name and not name.startswith("-") and name not in COMMANDS:
@@ -74,6 +79,17 @@ def _run(args: Sequence[str]) -> int:
         app.command(name=one)(command(one))
     app.cli(prog="jaxtp", description=__doc__, args=args)
     return 0
+
+
+def _has_no_gpu() -> bool:
+    """Whether JAX knows accelerators by its CUDA plugin alone, and there is no NVIDIA GPU here."""
+    plugins = importlib.util.find_spec("jax_plugins")
+    folders = plugins.submodule_search_locations if plugins is not None else None
+    names = [module.name for module in pkgutil.iter_modules(folders or [])]
+    if not names or any(not name.startswith("xla_cuda") for name in names):
+        return False
+    drivers = map(Path, ("/dev/nvidiactl", "/dev/dxg"))  # on Linux, and in Windows' Linux
+    return importlib.util.find_spec("libtpu") is None and not any(d.exists() for d in drivers)
 
 
 def _keep_to_the_host(*, start: bool) -> None:

@@ -10,7 +10,7 @@ files, 110-129 compiler, 130-149 training and command line.
 
 import inspect
 
-from jaxtp.errors.base import JaxtpError, JaxtpWarning, Problems, join
+from jaxtp.errors.base import JaxtpError, JaxtpWarning, Problems, join, warn
 from jaxtp.errors.planning import (
     BadConfig,
     BadMesh,
@@ -106,6 +106,7 @@ __all__ = [
     "UnusedOverride",
     "join",
     "page",
+    "warn",
 ]
 
 

@@ -1,8 +1,15 @@
 """The root of every coded error, and what messages are made of."""
 
+import inspect
+import os
 import textwrap
+import warnings
 from collections.abc import Iterable
+from pathlib import Path
 from typing import ClassVar
+
+PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
+"""Where the source of jaxtp lies."""
 
 
 class JaxtpError(Exception):
@@ -41,6 +48,14 @@ def _rebuild(cls: type[JaxtpError], what: str, fix: str, where: str) -> JaxtpErr
 
 class JaxtpWarning(UserWarning):
     """Something works but costs more than it should; the text starts with a code."""
+
+
+def warn(text: str) -> None:
+    """A `JaxtpWarning` that shows the line outside of this package that led to it."""
+    frame, level = inspect.currentframe(), 1
+    while frame is not None and frame.f_code.co_filename.startswith(PACKAGE):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, JaxtpWarning, stacklevel=level)
 
 
 def join(items: Iterable[object], limit: int = 8) -> str:

@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import json
 import types
-import warnings
 from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -18,7 +17,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
-from jaxtp.errors import BadCheckpoint, CommunicationTimeout, JaxtpError, JaxtpWarning, join
+from jaxtp.errors import BadCheckpoint, CommunicationTimeout, JaxtpError, join, warn
 from jaxtp.io import checkpoint_arrays, checkpoint_metadata, disk
 from jaxtp.io.checkpoint_arrays import Stored, damaged
 from jaxtp.io.fingerprint import fingerprints
@@ -175,8 +174,7 @@ class Checkpoints:
             for path in self.folder.glob(f"*{UNFINISHED}*"):
                 skipped.append(damaged(path, "it was never finished"))
             for err in skipped:
-                text = f"{err.code} at {err.where}: skipped, {err.what}"
-                warnings.warn(JaxtpWarning(text), stacklevel=2)
+                warn(f"{err.code} at {err.where}: skipped, {err.what}")
             self._restored = number
             return restored
         if len(skipped) == 1:

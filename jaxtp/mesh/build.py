@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import warnings
 from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
@@ -11,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxtp.errors import BadMesh, IdleDevices, JaxtpWarning, join
+from jaxtp.errors import BadMesh, IdleDevices, join, warn
 from jaxtp.mesh.axes import Axis, MeshShape, is_count
 
 
@@ -154,25 +153,19 @@ def check_devices(mesh: Any) -> Mesh:
     return mesh
 
 
-def warn_of_explicit_axes(mesh: Any, *, stacklevel: int = 3) -> None:
+def warn_of_explicit_axes(mesh: Any) -> None:
     """Warns, once, that arrays placed on a mesh with Explicit axes lie on an Auto one.
 
     On Explicit axes, the default of `jax.make_mesh`, JAX asks the model itself to say how each
     product is sharded: docs/design.md#meshes-as-people-pass-them.
-
-    Args:
-        mesh: What the user gave; what has no types of axes passes.
-        stacklevel: Whose line the warning shows: 3 is the caller of the function that asks.
     """
     if _is_explicit(mesh):
-        warnings.warn(
+        warn(
             "TP010: the mesh has Explicit axes, on which a model that does not say how its "
             "products are sharded cannot run, so these arrays lie on an Auto mesh over the same "
             "devices. jaxtp.shard_batch does the same; jaxtp.jit_step and jaxtp.parallelize take "
             "both; a jax.jit of your own raises under jax.set_mesh(mesh), and beside arrays that "
-            f"you placed on this mesh\n  fix: {_auto_line(mesh)}",
-            JaxtpWarning,
-            stacklevel=stacklevel,
+            f"you placed on this mesh\n  fix: {_auto_line(mesh)}"
         )
 
 

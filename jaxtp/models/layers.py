@@ -8,7 +8,6 @@ heads, H head width, F MLP width, V vocab. They name logical dims, never shards.
 """
 
 import dataclasses
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -18,7 +17,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxtp.activations.by_name import ActivePlan, active_plan, constrain
-from jaxtp.errors import JaxtpWarning, NotInterleaved, join
+from jaxtp.errors import NotInterleaved, join, warn
 from jaxtp.layers import interleaving, stacked
 from jaxtp.layers.recomputation import BLOCK_OUTPUT, remat_of
 from jaxtp.models.bounds import Depth, Width, check_bounds
@@ -198,7 +197,7 @@ def scan_layers(
             _check_alike(layers, rows)
             return _interleave(layers, x_BTD, context, remat, active), None
         except NotInterleaved as obstacle:
-            warnings.warn(str(obstacle), JaxtpWarning, stacklevel=3)
+            warn(str(obstacle))
     graph, params = nnx.split(layers)
 
     def layer(

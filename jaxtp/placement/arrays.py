@@ -7,7 +7,6 @@ exchanged between devices by a compiled identity.
 
 import functools
 import itertools
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,13 +20,13 @@ from numpy.typing import NDArray
 from jaxtp.errors import (
     BadConfig,
     JaxtpError,
-    JaxtpWarning,
     NothingSharded,
     PlanMismatch,
     Problems,
     ReplicatedTooMuch,
     SizeMismatch,
     join,
+    warn,
 )
 from jaxtp.mesh.axes import MeshShape
 from jaxtp.mesh.build import (
@@ -37,6 +36,7 @@ from jaxtp.mesh.build import (
     plan_mesh,
     warn_of_explicit_axes,
 )
+from jaxtp.placement.boxes import name_axes_of_mesh
 from jaxtp.placement.replicas import check_agreement
 from jaxtp.placement.train_state import Overrides, Slot, check, slots
 from jaxtp.plan.decisions import Plan
@@ -58,7 +58,8 @@ def shard(
 
     Parameters lie where the plan puts them, in the form that it stores (`jaxtp.padding`); optimizer
     state follows them (`jaxtp.state`); counters, keys and other small leaves are replicated on
-    every device. Numbers become arrays. An array that already lies right on the mesh is not copied:
+    every device. Numbers become arrays, and Linen boxes that name no axis of the mesh those that
+    the plan gives. An array that already lies right on the mesh is not copied:
     as with `jax.device_put`, both trees then share it, and donating one ends the other.
 
     Args:
@@ -83,9 +84,8 @@ def shard(
         check_agreement({"plan": plan.to_json()}, tree)
     is_abstract = all(isinstance(leaf, jax.ShapeDtypeStruct) for _, leaf in leaves(tree))
     shapes_only = is_abstract and not isinstance(mesh, Mesh)
-    return place(
-        tree, found, abstract_mesh(plan.mesh) if shapes_only else plan_mesh(mesh, plan.mesh)
-    )
+    target = abstract_mesh(plan.mesh) if shapes_only else plan_mesh(mesh, plan.mesh)
+    return name_axes_of_mesh(place(tree, found, target), found, plan.mesh)
 
 
 def plan_for(tree: PyTree, mesh: Any, plan: Plan | None, options: Mapping[str, Any]) -> Plan:
@@ -100,8 +100,7 @@ def plan_for(tree: PyTree, mesh: Any, plan: Plan | None, options: Mapping[str, A
         plan = make_plan(tree, mesh, **options)
         codes = (NothingSharded.code, ReplicatedTooMuch.code)
         if wasteful := [note for note in plan.notes if note.startswith(codes)]:
-            # One line of the stack is `shard` or `init_sharded`, the next its caller.
-            warnings.warn(f"{wasteful[0]}\n  fix: {WHAT_TO_GIVE}", JaxtpWarning, stacklevel=3)
+            warn(f"{wasteful[0]}\n  fix: {WHAT_TO_GIVE}")
         return plan
     check_plan(plan)
     if options:

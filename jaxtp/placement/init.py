@@ -23,6 +23,7 @@ from jaxtp.mesh.build import (
     warn_of_explicit_axes,
 )
 from jaxtp.placement.arrays import place, plan_for
+from jaxtp.placement.boxes import refuse_names
 from jaxtp.placement.train_state import Overrides, Slot, array_slots, follow, plan_slots, slots
 from jaxtp.plan.decisions import Plan
 from jaxtp.plan.stored_form import pad
@@ -64,6 +65,7 @@ def init_sharded(
 
     Raises:
         BadTree: TP046, if the optimizer or the function is something else.
+        BadSpec: TP044, if the model is annotated with axes that the ambient mesh lacks.
         JaxtpError: whatever `jaxtp.shard` raises.
     """
     _check_arguments(init_fn, tx, mesh)
@@ -105,7 +107,7 @@ def _check_arguments(init_fn: Any, tx: Any, mesh: Any) -> None:
             fix="init_sharded(init_fn, tx, mesh), with tx such as optax.adamw(1e-3), or None",
         )
     check_devices(mesh)
-    warn_of_explicit_axes(mesh, stacklevel=4)
+    warn_of_explicit_axes(mesh)
 
 
 def _apply_fn(given: Callable[..., Any] | None, model: Any) -> Callable[..., Any]:
@@ -195,7 +197,11 @@ def _shapes(make: Callable[..., PyTree], *args: PyTree) -> PyTree:
         rebuilds.append(rebuild)
         return tree
 
-    shapes = jax.eval_shape(plain, *args)
+    try:
+        shapes = jax.eval_shape(plain, *args)
+    except ValueError as error:
+        refuse_names(error)
+        raise
     return rebuilds[-1](shapes)
 
 

@@ -8,7 +8,6 @@ import platform
 import socket
 import threading
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from importlib import metadata
@@ -19,7 +18,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxtp.errors import BadProcesses, CommunicationTimeout, JaxtpWarning, ProcessesDisagree, join
+from jaxtp.errors import BadProcesses, CommunicationTimeout, ProcessesDisagree, join, warn
 from jaxtp.processes import faults
 from jaxtp.processes.launch import Launch, read_launch, split_address
 from jaxtp.processes.roster import Roster
@@ -376,11 +375,9 @@ def _check_devices() -> None:
     """Warns of a process with several GPUs, which no launcher was asked about."""
     local = jax.local_devices()
     if len(local) > 1 and local[0].platform == "gpu":
-        warnings.warn(
+        warn(
             f"TP015: process {jax.process_index()} has {len(local)} GPUs; one process per GPU is "
             "the rule: start more processes, each with its own local_device_ids",
-            JaxtpWarning,
-            stacklevel=3,
         )
 
 

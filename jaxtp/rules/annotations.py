@@ -3,7 +3,6 @@
 import difflib
 import itertools
 import re
-import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -11,10 +10,10 @@ from jaxtp.errors import (
     BadConfig,
     BadSpec,
     ConflictingDecisions,
-    JaxtpWarning,
     Problems,
     UnusedOverride,
     join,
+    warn,
 )
 from jaxtp.mesh.axes import Axis, MeshShape
 from jaxtp.plan.trees import Param, Spec, canonical, spec_text
@@ -160,7 +159,7 @@ def unknown_names(params: Mapping[str, Param], mesh: MeshShape) -> list[str]:
     ]
     if strange := [note for name, note in zip(found, notes, strict=True) if name not in set(Axis)]:
         more = f" (and {len(strange) - 1} more in plan.notes)" if len(strange) > 1 else ""
-        warnings.warn(f"{strange[0]}{more}", JaxtpWarning, stacklevel=3)
+        warn(f"{strange[0]}{more}")
     return notes
 
 

@@ -3,11 +3,10 @@
 import dataclasses
 import itertools
 import math
-import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
-from jaxtp.errors import ConflictingDecisions, JaxtpWarning, Problems
+from jaxtp.errors import ConflictingDecisions, Problems, warn
 from jaxtp.mesh.axes import MeshShape
 from jaxtp.plan.decisions import ParamDecision
 from jaxtp.plan.trees import Param
@@ -130,7 +129,7 @@ def disagreements(
     ]
     if found:
         more = f" (and {len(found) - 1} more in plan.notes)" if len(found) > 1 else ""
-        warnings.warn(f"{found[0]}{more}", JaxtpWarning, stacklevel=4)
+        warn(f"{found[0]}{more}")
     return found
 
 

@@ -1,7 +1,6 @@
 """What is wrong with a plan altogether (docs/design.md#nothing-is-silent)."""
 
 import itertools
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,11 +10,11 @@ from jaxtp.errors import (
     ConflictingDecisions,
     IdleDevices,
     JaxtpError,
-    JaxtpWarning,
     NothingSharded,
     Problems,
     ReplicatedTooMuch,
     join,
+    warn,
 )
 from jaxtp.mesh.axes import Axis, MeshShape, Shards
 from jaxtp.mesh.build import hosts_along, idle_devices
@@ -57,8 +56,7 @@ def review(
             problems.add(error)
         problems.raise_any()
     if useless:
-        # One line of the stack is `make_plan`, the next its caller.
-        warnings.warn(str(useless[0]), JaxtpWarning, stacklevel=3)
+        warn(str(useless[0]))
     return (*map(note_of, found), *_costly_annotations(decisions))
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +19,7 @@ from jaxtp.cost.flops import model_flops
 from jaxtp.cost.memory import state_bytes_per_device
 from jaxtp.cost.stage_balance import Work, compare, layer_work, table
 from jaxtp.cost.step_time import reduction_seconds
-from jaxtp.errors import DoesNotFit, JaxtpWarning
+from jaxtp.errors import DoesNotFit, warn
 from jaxtp.hardware.clusters import Cluster
 from jaxtp.hardware.gpus import Target
 from jaxtp.mesh.axes import Axis
@@ -209,10 +208,8 @@ def warn_across_hosts(config: Config, plan: Plan, target: Target) -> None:
         )
         for size in (config.mesh.tp, inside)
     )
-    warnings.warn(
+    warn(
         f"TP010 at mesh.tp: tp={config.mesh.tp} spans {len(domain)} NVLink domains of {target}; "
         f"its all-reduces take {across * 1e3:,.1f} ms a step, modelled, where tp={inside} takes "
         f"{within * 1e3:,.1f} ms",
-        JaxtpWarning,
-        stacklevel=2,
     )
