@@ -167,7 +167,8 @@ def _attention(
     if np.any(fused):
         found = fused_attention_seconds(*sizes, backward=backward, relative=habits.attention)
     if not np.all(fused):
-        slow = unfused_attention_seconds(*sizes, backward=backward, traffic=habits.traffic)
+        traffic = habits.traffic * habits.score_traffic
+        slow = unfused_attention_seconds(*sizes, backward=backward, traffic=traffic)
         found = np.where(fused, found, slow)
     return found
 

@@ -19,6 +19,8 @@ class Habits:
         launches_block: Whether every launch waits for its kernel, so that host time always adds.
         step_seconds: Host time of one step outside the blocks: data, loss scale, bookkeeping.
         traffic: Bytes that elementwise work moves, relative to kernels fused as in Megatron-LM.
+        score_traffic: The same of scores that are not fused, relative to `traffic`.
+        kept_copies: Times that what a block keeps is read or written to be stacked and taken out.
         fused_attention: Whether scores stay in the chip.
         attention: Rate of its attention kernel relative to the device's fastest.
         overlaps_gradients: Share of the gradients' reduction that may run beside the last backward.
@@ -33,11 +35,13 @@ class Habits:
         single_gradient_bytes: The same where there is one micro-batch or stages.
         state_bytes: Bytes of moments, and of a master copy beside the parameter, of one parameter.
         kept_streams: Widths of the residual stream that a block keeps, nothing recomputed.
+        kept_inner: What it keeps of everything inside attention and MLP, relative to 16 bits each.
         workspace_bytes: What libraries keep for themselves: cuBLAS and NCCL buffers.
         logit_bytes: Bytes held at the peak for one logit.
         staged_logit_bytes: The same in pipeline stages.
         table_bytes: Bytes held beside it for one element of the token table: its dense gradient.
         score_bytes: Bytes kept for one score of attention that is not fused.
+        working_score_bytes: Bytes held for one in the backward pass of its own block.
         stacked_gradient_bytes: Bytes of one gradient of the blocks, held whole through the backward
             pass because the loop over blocks writes into one array.
         pads_vocab: Whether a vocabulary that tp does not divide is padded.
@@ -51,6 +55,8 @@ class Habits:
     launches_block: bool = False
     step_seconds: float = 0.0
     traffic: float = 1.0
+    score_traffic: float = 1.0
+    kept_copies: float = 0.0
     fused_attention: bool = True
     attention: float = 1.0
     overlaps_gradients: float = 0.0
@@ -64,11 +70,13 @@ class Habits:
     single_gradient_bytes: float = 4.0
     state_bytes: float = 12.0
     kept_streams: float = 4.0
+    kept_inner: float = 1.0
     workspace_bytes: float = 0.2e9
     logit_bytes: float = 4.0
     staged_logit_bytes: float = 4.0
     table_bytes: float = 0.0
     score_bytes: float = 5.0
+    working_score_bytes: float = 5.0
     stacked_gradient_bytes: float = 0.0
     pads_vocab: bool = True
     pads_alone: bool = True
@@ -110,11 +118,13 @@ HABITS: Mapping[str, Habits] = MappingProxyType(
         "jaxtp": Habits(
             traffic=0.85, step_seconds=1e-3, overlaps_gradients=0.7, overlaps_gathers=0.7,
             accumulate_bytes=12,
-            # Memory as compiled for H100s, see scripts/check_cost.py: moments 8 and parameter 4;
-            # gradients are summed in float32 beside those of the last micro-batch.
+            # As compiled for H100s, see scripts/check_cost.py: moments 8 and parameter 4; gradients
+            # are summed in float32 beside those of the last micro-batch.
             copy_bytes=4, held_gradient_bytes=6, single_gradient_bytes=0, state_bytes=8,
-            kept_streams=12, score_bytes=11, logit_bytes=10.3, staged_logit_bytes=6.3,
-            workspace_bytes=0, stacked_gradient_bytes=4, pads_vocab=False, gpipe=True,
+            kept_streams=10.2, kept_inner=3.4, score_bytes=10, working_score_bytes=12.9,
+            logit_bytes=4.4, table_bytes=6.4, staged_logit_bytes=5.9, workspace_bytes=0,
+            stacked_gradient_bytes=3.8, score_traffic=2.7, kept_copies=3, pads_vocab=False,
+            gpipe=True,
             last_stage_head=False, scatters_sends=False,
         ),
         "megatron": _MEGATRON,

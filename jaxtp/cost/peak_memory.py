@@ -39,6 +39,11 @@ class PeakMemory:
         return self.state + self.activations + self.logits + self.working
 
 
+ZERO_3_TABLE = 0.34
+"""Share of `Habits.table_bytes` that is held under ZERO 3, where the gradient is scattered. As
+compiled."""
+
+
 def kept_bytes(model: ModelSizes, s: Strategy, habits: Habits) -> Number:
     """Bytes that one block keeps for its backward pass, per token of the micro-batch.
 
@@ -58,7 +63,8 @@ def kept_bytes(model: ModelSizes, s: Strategy, habits: Habits) -> Number:
     routed = 2 * stream * model.chosen * model.routed_layers / model.layers
     scores = habits.score_bytes * model.heads * model.seq / tp
     scores = np.where(is_fused(s, habits), 0.0, scores)
-    everything = habits.kept_streams * stream + masks / split + heads + mlp + routed
+    inner = habits.kept_inner * (heads + mlp)
+    everything = habits.kept_streams * stream + masks / split + inner + routed
     ups = (2 if model.gated else 1) * model.active_ffn
     products = 2 * (model.width + model.kv_width + ups) / tp + routed
     kept = np.where(is_recompute(s, Recompute.NONE), everything + scores, everything)
@@ -83,17 +89,21 @@ def peak_memory(model: ModelSizes, s: Strategy, habits: Habits) -> PeakMemory:
     # In stages of one program the head works on its share of all micro-batches at once.
     rows = tokens * np.where(pp > 1, m / pp, 1) if habits.gpipe else tokens
     each = np.where(pp > 1, habits.staged_logit_bytes, habits.logit_bytes)
-    logits = (each * rows + habits.table_bytes * model.hidden) * model.vocab
-    logits = logits / vocab_ways(model, s, habits)
+    columns = model.vocab / vocab_ways(model, s, habits)
+    table = habits.table_bytes * model.hidden * columns
+    table = table * np.where(np.asarray(s.zero) >= 3, ZERO_3_TABLE, 1.0)
+    logits = each * rows * columns + table
     none = dataclasses.replace(s, recompute=np.asarray(int(Recompute.NONE)))
-    block = kept_bytes(model, none, habits) * tokens
+    within = dataclasses.replace(habits, kept_inner=1, score_bytes=habits.working_score_bytes)
+    block = kept_bytes(model, none, within) * tokens
     recomputes = is_recompute(s, Recompute.FULL, Recompute.STAGE, Recompute.OUTPUTS, Recompute.DOTS)
     block = np.where(recomputes, 1.0, 0.5) * block
     at_loss = np.where(habits.gpipe, flight, 1) * kept + logits
     shards = np.where(np.asarray(s.zero) >= 2, s.fsdp, 1) * np.asarray(s.tp)
     stacked = habits.stacked_gradient_bytes * layer_params_here(model, s) / shards
     stacked = np.where((m > 1) & (pp == 1), 0.0, stacked)  # counted as held
-    block = block + stacked
+    # The table's gradient is there from the loss on, where the framework keeps it so long.
+    block = block + stacked + (table / 2 if habits.gpipe else 0)
     backward = flight * kept + block
     gathered = 2 * 2.0 * block_params(model, s)
     on_loss = at_loss >= backward

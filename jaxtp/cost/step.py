@@ -7,6 +7,7 @@ import numpy as np
 from jaxtp.cost.block import BlockSeconds, block_seconds, exposed, host_seconds
 from jaxtp.cost.data_parallel import gather_seconds, reduce_seconds, update_seconds, vocab_ways
 from jaxtp.cost.habits import Habits
+from jaxtp.cost.peak_memory import kept_bytes
 from jaxtp.cost.products import memory_rate, product_seconds
 from jaxtp.cost.strategy import ModelSizes, Number, Strategy, inner_devices, tokens_of
 from jaxtp.cost.wire import Wires
@@ -84,7 +85,9 @@ def price(model: ModelSizes, s: Strategy, wires: Wires, habits: Habits) -> StepP
     (tensor_f, host_f), (tensor_b, host_b) = (
         exposed(block, hidden, habits) for block in (forward, backward)
     )
-    compute, tensor = forward.compute + backward.compute, tensor_f + tensor_b
+    stacking = habits.kept_copies * kept_bytes(model, s, habits) * tokens_of(model, s)
+    compute = forward.compute + backward.compute + stacking / memory_rate(wires.device)
+    tensor = tensor_f + tensor_b
     context, host = forward.context + backward.context, host_f + host_b
     experts = forward.experts + backward.experts
     block = compute + tensor + context + experts + host
