@@ -464,3 +464,20 @@ def test_a_step_that_cannot_be_traced():
 def test_floor(arguments, messages):
     assert floor_bytes(size=8, message_bytes=800, **arguments) == messages * 2 * 7 / 8 * 800
     assert floor_bytes(size=1, message_bytes=800, **arguments) == 0
+
+
+def test_a_ragged_product_that_is_dense_is_named():
+    def experts(x, w, sizes):
+        return jax.lax.ragged_dot(x @ x.T @ x, w, sizes)
+
+    args = (
+        jax.ShapeDtypeStruct((256, 128), jnp.bfloat16),
+        jax.ShapeDtypeStruct((8, 128, 64), jnp.bfloat16),
+        jax.ShapeDtypeStruct((8,), jnp.int32),
+    )
+    report = preflight(experts, args, target="h100:1x1", mesh={"tp": 1})
+    (note,) = [note for note in report.notes if "ragged_dot" in note]
+    dense, rest = 8 * 256 * 128 * 64, 2 * 256 * 256 * 128
+    assert "8 groups on every row, 8 x the FLOPs needed" in note
+    assert f"{dense / (dense + rest):.0%} of the step's" in note
+    assert "test_compile_preflight.py" in note

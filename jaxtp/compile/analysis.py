@@ -11,6 +11,7 @@ from jaxtp.compile.causes import argument_name, unexpected
 from jaxtp.compile.collectives import Collective, find, site
 from jaxtp.compile.hlo import Module, parse
 from jaxtp.compile.options import CompileOptions
+from jaxtp.compile.ragged import dense_ragged
 from jaxtp.compile.report import GIB, Link, Report, Row
 from jaxtp.compile.schedule import Schedule, Window, simulate
 from jaxtp.cost.bound import Need, seconds_of
@@ -36,6 +37,7 @@ def analyse(
     needs: Sequence[Need] | None = None,
     idle_share: float = 0.0,
     compile_seconds: float = 0.0,
+    ragged_groups: int = 0,
 ) -> Report:
     """Reads a compiled step.
 
@@ -51,6 +53,7 @@ def analyse(
         needs: What the strategy has to move (`cost/bound`), for the bound.
         idle_share: Share of the matrix products that a pipeline stage runs in idle ticks.
         compile_seconds: Time in the compiler.
+        ragged_groups: Most groups of a ragged product in what was compiled; 0 without any.
     """
     module = parse(text)
     found = find(module, mesh)
@@ -95,7 +98,8 @@ def analyse(
         versions={name: importlib.metadata.version(name) for name in ("jax", "jaxlib")},
         schedule=schedule,
     )
-    return dataclasses.replace(report, notes=tuple(_notes(module, report, target)))
+    notes = (*_notes(module, report, target), dense_ragged(module, ragged_groups, schedule.flops))
+    return dataclasses.replace(report, notes=tuple(filter(None, notes)))
 
 
 def _links(

@@ -77,11 +77,13 @@ class Compiled:
         text: The scheduled program, with the step's own argument names.
         memory: `argument_bytes`, `output_bytes`, `alias_bytes` and `temp_bytes` on one device.
         seconds: Compile time.
+        ragged_groups: See `jaxtp.compile.ragged`.
     """
 
     text: str
     memory: Mapping[str, int]
     seconds: float
+    ragged_groups: int = 0
 
 
 def trace(
@@ -245,6 +247,7 @@ def compile_for(
         text=name_arguments(text, "args", program.arguments),
         memory=result["memory"],
         seconds=result["seconds"],
+        ragged_groups=result["ragged_groups"],
     )
 
 

@@ -82,4 +82,5 @@ def preflight(
         needs=needs,
         idle_share=idle_share,
         compile_seconds=compiled.seconds,
+        ragged_groups=compiled.ragged_groups,
     )

@@ -68,10 +68,11 @@ def matrix_products(
         for inner in module.computations[name]
         for one in matrix_products(module, module.computations[name], inner)
     ]
-    return nested + _own_products(computation, instruction)
+    return nested + own_products(computation, instruction)
 
 
-def _own_products(computation: Computation, instruction: Instruction) -> list[MatrixProducts]:
+def own_products(computation: Computation, instruction: Instruction) -> list[MatrixProducts]:
+    """The same without nested computations."""
     if instruction.opcode == "dot":
         contracting, batch = (
             [int(dim) for dim in instruction.attribute(name).strip("{}").split(",") if dim]

@@ -21,6 +21,8 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jaxtp.compile.ragged import ragged_groups
+
 
 def main(folder: Path) -> None:
     """Compiles the job in `folder`; every Python error becomes a line of `result.json`."""
@@ -38,7 +40,11 @@ def main(folder: Path) -> None:
         stage = "compile"
         begin = time.monotonic()
         compiled = lowered.compile(job["options"])
-        result = {"seconds": time.monotonic() - begin, "memory": device_memory(compiled)}
+        result = {
+            "seconds": time.monotonic() - begin,
+            "memory": device_memory(compiled),
+            "ragged_groups": ragged_groups(lowered.as_text()),
+        }
         names = getattr(step, "state_paths", ())
         (folder / "program.txt").write_text(name_arguments(compiled.as_text(), "arrays", names))
     except Exception as error:

@@ -8,6 +8,7 @@ once. Experts' all-to-alls and the context axis are left out.
 
 import dataclasses
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import jax.numpy as jnp
@@ -93,6 +94,7 @@ def needed(
     trained = [d for d in plan.decisions if trains is None or trains(d.path)]
     found = (
         *_tensor(plan, dims, stream, micro),
+        *_experts(plan, dims, stream, micro),
         *_stages(plan, stream, micro),
         *_gathers(plan, dims, compute),
         *(need for d in trained for need in _gradient(plan, d, sums)),
@@ -116,6 +118,23 @@ def _tensor(plan: Plan, dims: ModelDims, stream: float, micro: int) -> Iterator[
         yield Need(kind="all-reduce", axes=axes, num_bytes=stream, count=count)
 
 
+def _experts(plan: Plan, dims: ModelDims, stream: float, micro: int) -> Iterator[Need]:
+    """Tokens on their way to experts on axes that shard the batch, and back; each pass does both.
+
+    A device along a tensor axis of experts sends what its own ones need. Room that capacity leaves
+    empty is no need.
+    """
+    shape, num_stages = plan.mesh, plan.stages.num_stages if plan.stages else 1
+    experts = [d for d in plan.decisions if d.role is Role.EXPERT]
+    axis = shape.name_of(Axis.EP)
+    on = next((axes for d in experts for axes in d.spec if axis and axis in axes), ())
+    if on:
+        apart = shape.ways(name for name in on if name in shape.tp)
+        size = stream * max(dims.chosen, 1) / apart
+        count = 4 * micro * dims.layers / num_stages
+        yield Need(kind="all-to-all", axes=(axis,), num_bytes=size, count=count)
+
+
 def _stages(plan: Plan, stream: float, micro: int) -> Iterator[Need]:
     """A micro-batch on its way to the next stage, once a round and pass."""
     if plan.stages is not None:
@@ -126,32 +145,35 @@ def _stages(plan: Plan, stream: float, micro: int) -> Iterator[Need]:
 
 def _gathers(plan: Plan, dims: ModelDims, compute: str) -> Iterator[Need]:
     """ZeRO 3: the weights of each layer in one message, forward and backward; each table once."""
-    axes = _zero_axes(plan)
-    sharded = [d for d in plan.decisions if axes and d.dim_on(axes) is not None]
     num_stages = plan.stages.num_stages if plan.stages else 1
     layers = dims.layers / num_stages
-    stacked = [d for d in sharded if d.shape[0] == dims.layers]
-    size = sum(_elements(plan, d) for d in stacked) * jnp.dtype(compute).itemsize / layers
-    yield Need(kind="all-gather", axes=axes, num_bytes=size, count=2 * layers if stacked else 0)
-    for d in sharded:
-        if d not in stacked:
-            size = _elements(plan, d) * jnp.dtype(compute).itemsize
-            yield Need(kind="all-gather", axes=axes, num_bytes=size, count=1)
+    found: defaultdict[tuple[str, ...], list[ParamDecision]] = defaultdict(list)
+    for d in plan.decisions:
+        if (axes := _zero_axes(plan, d)) and d.dim_on(axes) is not None:
+            found[axes].append(d)
+    for axes, sharded in found.items():
+        stacked = [d for d in sharded if d.shape[0] == dims.layers]
+        size = sum(_elements(plan, d) for d in stacked) * jnp.dtype(compute).itemsize / layers
+        yield Need(kind="all-gather", axes=axes, num_bytes=size, count=2 * layers if stacked else 0)
+        for d in sharded:
+            if d not in stacked:
+                size = _elements(plan, d) * jnp.dtype(compute).itemsize
+                yield Need(kind="all-gather", axes=axes, num_bytes=size, count=1)
 
 
 def _gradient(plan: Plan, d: ParamDecision, sums: str) -> Iterator[Need]:
     """The reduction of one parameter's gradient; below ZeRO 3 the gather of what was updated."""
-    shape, zero = plan.mesh, _zero_axes(plan)
+    shape, zero = plan.mesh, _zero_axes(plan, d)
     stacked = plan.stages is not None and shape.name_of(Axis.PP) in d.spec[0]
     # Outside of the layers pipeline stages share the batch.
     others = (shape.name_of(Axis.PP),) if plan.stages is not None and not stacked else ()
     size = _elements(plan, d) * jnp.dtype(sums).itemsize
-    cut = {axis for axes in (*d.spec, *d.state_spec) for axis in axes} & set(zero)
-    if not cut:
-        axes = _ordered(plan, (*shape.batch, *others))
+    held = _held(d)
+    if not zero:
+        axes = _ordered(plan, (*(a for a in shape.batch if a not in held), *others))
         yield Need(kind="all-reduce", axes=axes, num_bytes=size, count=1)
         return
-    rest = _ordered(plan, (*(a for a in shape.batch if a not in zero), *others))
+    rest = _ordered(plan, (*(a for a in shape.batch if a not in held), *others))
     yield Need(kind="reduce-scatter", axes=zero, num_bytes=size, count=1)
     yield Need(kind="all-reduce", axes=rest, num_bytes=size / shape.ways(zero), count=1)
     if d.state_spec:
@@ -159,9 +181,17 @@ def _gradient(plan: Plan, d: ParamDecision, sums: str) -> Iterator[Need]:
         yield Need(kind="all-gather", axes=zero, num_bytes=stored, count=1)
 
 
-def _zero_axes(plan: Plan) -> tuple[str, ...]:
-    name = plan.mesh.name_of(Axis.FSDP)
-    return (name,) if name else ()
+def _held(d: ParamDecision) -> set[str]:
+    """Axes that shard a parameter or what the optimizer keeps of it."""
+    return {axis for axes in (*d.spec, *d.state_spec) for axis in axes}
+
+
+def _zero_axes(plan: Plan, d: ParamDecision) -> tuple[str, ...]:
+    """Axes over which ZeRO shards a parameter: of all but experts ep is one too."""
+    fsdp, ep = plan.mesh.name_of(Axis.FSDP), plan.mesh.name_of(Axis.EP)
+    if not fsdp or fsdp not in _held(d):
+        return ()
+    return _ordered(plan, _held(d) & ({fsdp} if d.role is Role.EXPERT else {fsdp, ep}))
 
 
 def _ordered(plan: Plan, axes: Iterable[str]) -> tuple[str, ...]:
@@ -170,6 +200,6 @@ def _ordered(plan: Plan, axes: Iterable[str]) -> tuple[str, ...]:
 
 def _elements(plan: Plan, d: ParamDecision) -> float:
     """Elements of an array on one device once ZeRO's axis is gathered."""
-    zero = _zero_axes(plan)
+    zero = _zero_axes(plan, d)
     others = (axis for axes in d.spec for axis in axes if axis not in zero)
     return math.prod(d.stored) / plan.mesh.ways(others)

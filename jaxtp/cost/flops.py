@@ -61,19 +61,23 @@ def train_flops(
     )
 
 
-def matmul_params(plan: Plan, *, tied: bool = False) -> int:
-    """Elements of a plan's parameters that multiply activations, global.
+def matmul_params(plan: Plan, *, tied: bool = False, dims: ModelDims | None = None) -> int:
+    """Elements of a plan's parameters that multiply a token's activations, global.
 
     Matrices count; norms, biases and looked-up tables do not, unless the head shares the token
-    table.
+    table. Of experts those count that a token has.
 
     Args:
         plan: The plan, of a model whose token table is called an embedding.
         tied: Whether the token table is the head too.
+        dims: Says how many experts there are, and how many a token has; by default all.
     """
     tables = () if tied else ("embedding",)
+    chosen, experts = (
+        (dims.chosen, dims.experts) if dims and dims.chosen and dims.experts else (1, 1)
+    )
     return sum(
-        math.prod(d.shape)
+        math.prod(d.shape) * (chosen if d.role is Role.EXPERT else experts) // experts
         for d in plan.decisions
         if len(d.shape) > 1 and d.role not in VECTORS and not d.path.endswith(tables)
     )
@@ -94,7 +98,7 @@ def model_flops(plan: Plan, dims: ModelDims, *, tokens: int, seq: int) -> StepFl
         seq: Tokens of one sequence.
     """
     return train_flops(
-        matmul_params=matmul_params(plan, tied=is_tied(plan)),
+        matmul_params=matmul_params(plan, tied=is_tied(plan), dims=dims),
         tokens=tokens,
         layers=dims.layers,
         heads=dims.heads,

@@ -25,6 +25,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxtp.activations.by_name import ActivePlan, active_plan
+from jaxtp.layers.token_slots import Moves, Queue, from_slots, to_slots
 from jaxtp.mesh.axes import Axis
 
 LATER_SHARE = 8
@@ -260,38 +261,6 @@ class _Static:
     num_experts: int
 
 
-class _Queue(NamedTuple):
-    """Tokens in the order of their experts; the tokens of one expert in their own order.
-
-    Attributes:
-        order: token x K + choice of each place in the queue, (N x K,).
-        starts: Where the queue of each expert begins, and the end of the last, (E + 1,).
-        rank_NK: Place of each token in its experts' queues.
-        index_NK: Its experts.
-    """
-
-    order: jax.Array
-    starts: jax.Array
-    rank_NK: jax.Array
-    index_NK: jax.Array
-
-    @classmethod
-    def of(cls, index_NK: jax.Array, num_experts: int) -> "_Queue":
-        chosen = index_NK.reshape(-1)
-        order = jnp.argsort(chosen, stable=True).astype(jnp.int32)
-        counts_E = jnp.sum(
-            chosen[:, None] == jnp.arange(num_experts)[None], axis=0, dtype=jnp.int32
-        )
-        starts = jnp.pad(jnp.cumsum(counts_E, dtype=jnp.int32), (1, 0))
-        places = jnp.arange(chosen.size, dtype=jnp.int32)
-        place = jnp.zeros_like(places).at[order].set(places, unique_indices=True)
-        return cls(order, starts, (place - starts[chosen]).reshape(index_NK.shape), index_NK)
-
-    @property
-    def counts_E(self) -> jax.Array:
-        return jnp.diff(self.starts)
-
-
 Inputs = tuple[jax.Array, jax.Array, ExpertWeights]
 """What has a gradient: tokens (N, D), weights (N, K), the experts of this device."""
 
@@ -306,7 +275,7 @@ def _local(
     """What one device does, between the exchanges."""
     x_ND = h_1BTD.reshape(-1, h_1BTD.shape[-1])
     num_chosen = index_BTK.shape[-1]
-    queue = _Queue.of(index_BTK.reshape(-1, num_chosen), static.num_experts)
+    queue = Queue.of(index_BTK.reshape(-1, num_chosen), static.num_experts)
     inputs = (x_ND, weights_1BTK.reshape(-1, num_chosen), jax.tree.map(lambda w: w[0], experts))
     size = static.capacity.of(len(x_ND), num_chosen, static.num_experts)
     out_ND = _round(static, size, jnp.int32(0), queue, inputs)
@@ -332,7 +301,7 @@ def _own(static: _Static) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _later_rounds(
-    static: _Static, sizes: tuple[int, int], num_later: jax.Array, queue: _Queue, inputs: Inputs
+    static: _Static, sizes: tuple[int, int], num_later: jax.Array, queue: Queue, inputs: Inputs
 ) -> jax.Array:
     """The sum of the rounds behind the first; none, where nothing is left."""
     first, size = sizes
@@ -344,7 +313,7 @@ def _later_rounds(
 
 
 def _later_forward(
-    static: _Static, sizes: tuple[int, int], num_later: jax.Array, queue: _Queue, inputs: Inputs
+    static: _Static, sizes: tuple[int, int], num_later: jax.Array, queue: Queue, inputs: Inputs
 ) -> tuple[jax.Array, Any]:
     out_ND = _later_rounds(static, sizes, num_later, queue, inputs)
     return out_ND, (num_later, queue, inputs)
@@ -367,9 +336,7 @@ def _later_backward(
 _later_rounds.defvjp(_later_forward, _later_backward)
 
 
-def _round(
-    static: _Static, size: int, first: jax.Array, queue: _Queue, inputs: Inputs
-) -> jax.Array:
+def _round(static: _Static, size: int, first: jax.Array, queue: Queue, inputs: Inputs) -> jax.Array:
     """Results of the tokens at places `first` to `first + size` of each expert's queue, (N, D)."""
     x_ND, weights_NK, experts = inputs
     own, exchanged = _own(static), static.layout.exchanged
@@ -382,15 +349,15 @@ def _round(
     rank_NK = queue.rank_NK - first
     is_here_NK = (rank_NK >= 0) & (rank_NK < size)
     slot_NK = jnp.where(is_here_NK, row_E[queue.index_NK] * size + rank_NK, len(own) * size)
-    moves = _Moves(source.reshape(-1), slot_NK)
+    moves = Moves(source.reshape(-1), slot_NK)
 
-    x_ECD = _to_slots(x_ND, moves).reshape(len(own), size, -1)
+    x_ECD = to_slots(x_ND, moves).reshape(len(own), size, -1)
     if exchanged:
         x_ECD = jax.lax.all_to_all(x_ECD, exchanged, 0, 1, tiled=True)
     y_ECD = _products(static, x_ECD, experts)
     if exchanged:
         y_ECD = jax.lax.all_to_all(y_ECD, exchanged, 1, 0, tiled=True)
-    return _from_slots(y_ECD.reshape(len(own) * size, -1), weights_NK, moves)
+    return from_slots(y_ECD.reshape(len(own) * size, -1), weights_NK, moves)
 
 
 def _products(static: _Static, x_ECD: jax.Array, experts: ExpertWeights) -> jax.Array:
@@ -406,65 +373,3 @@ def _products(static: _Static, x_ECD: jax.Array, experts: ExpertWeights) -> jax.
     if static.layout.inner:  # added by one of the devices that hold parts of the sum
         bias_ED = bias_ED * (jax.lax.axis_index(static.layout.inner) == 0)
     return y_ECD + bias_ED[:, None]
-
-
-class _Moves(NamedTuple):
-    """Which token is in which slot, both ways; past the end for nobody and nowhere.
-
-    Attributes:
-        source_S: token x K + choice that a slot holds.
-        slot_NK: The slot of each choice.
-    """
-
-    source_S: jax.Array
-    slot_NK: jax.Array
-
-    @property
-    def token_S(self) -> jax.Array:
-        return self.source_S // self.slot_NK.shape[1]
-
-
-def _rows(x: jax.Array, index: jax.Array) -> jax.Array:
-    """Rows of `x`, zero where the index is past the end."""
-    return x.at[index].get(mode="fill", fill_value=0)
-
-
-# Both moves are gathers in both directions: the derivative that JAX finds is a scatter that adds,
-# which GPUs do by atomics, in no order.
-@jax.custom_vjp
-def _to_slots(x_ND: jax.Array, moves: _Moves) -> jax.Array:
-    """The tokens in their slots, (S, D)."""
-    return _rows(x_ND, moves.token_S)
-
-
-def _to_slots_backward(moves: _Moves, grad_SD: jax.Array) -> tuple[jax.Array, None]:
-    grad_NKD = _rows(grad_SD, moves.slot_NK)
-    return jnp.sum(grad_NKD, axis=1, dtype=jnp.float32).astype(grad_SD.dtype), None
-
-
-_to_slots.defvjp(lambda x_ND, moves: (_to_slots(x_ND, moves), moves), _to_slots_backward)
-
-
-@jax.custom_vjp
-def _from_slots(y_SD: jax.Array, weights_NK: jax.Array, moves: _Moves) -> jax.Array:
-    """Weighted sums of the slots of each token, (N, D); float32 inside."""
-    y_NKD = _rows(y_SD, moves.slot_NK).astype(jnp.float32)
-    return jnp.sum(y_NKD * weights_NK[..., None], axis=1).astype(y_SD.dtype)
-
-
-def _from_slots_forward(
-    y_SD: jax.Array, weights_NK: jax.Array, moves: _Moves
-) -> tuple[jax.Array, Any]:
-    return _from_slots(y_SD, weights_NK, moves), (y_SD, weights_NK, moves)
-
-
-def _from_slots_backward(saved: Any, grad_ND: jax.Array) -> tuple[jax.Array, jax.Array, None]:
-    y_SD, weights_NK, moves = saved
-    weight_S = _rows(weights_NK.reshape(-1), moves.source_S)
-    grad_SD = _rows(grad_ND, moves.token_S).astype(jnp.float32) * weight_S[:, None]
-    y_NKD = _rows(y_SD, moves.slot_NK).astype(jnp.float32)
-    grad_NK = jnp.sum(y_NKD * grad_ND.astype(jnp.float32)[:, None], axis=-1)
-    return grad_SD.astype(y_SD.dtype), grad_NK, None
-
-
-_from_slots.defvjp(_from_slots_forward, _from_slots_backward)

@@ -17,6 +17,7 @@ SPELLINGS: dict[str, tuple[str, ...]] = {
     "head_dim": ("head_dim", "d_kv", "d_head", "head_size"),
     "vocab_size": ("vocab_size", "n_vocab", "num_embed", "padded_vocab_size"),
     "experts": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+    "chosen": ("num_experts_per_tok", "num_experts_per_token", "moe_top_k"),
     "layers": ("num_hidden_layers", "num_layers", "n_layer", "n_layers"),
 }
 
@@ -32,6 +33,7 @@ class ModelDims:
         head_dim: Width of one head.
         vocab_size: Rows of the token table.
         experts: Experts of one mixture layer.
+        chosen: Experts that a token has.
         layers: Layers of one stack.
         insist: Whether heads were given by keyword: then they must fit, while a config may speak of
             another part of the tree.
@@ -43,6 +45,7 @@ class ModelDims:
     head_dim: int = 0
     vocab_size: int = 0
     experts: int = 0
+    chosen: int = 0
     layers: int = 0
     insist: bool = False
 

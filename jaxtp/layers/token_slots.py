@@ -1,0 +1,106 @@
+"""Where the tokens of one device stand in the queues of their experts, and in which slots.
+
+Shape suffixes as in `jaxtp.layers.experts`.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class Queue(NamedTuple):
+    """Tokens in the order of their experts; the tokens of one expert in their own order.
+
+    Attributes:
+        order: token x K + choice of each place in the queue, (N x K,).
+        starts: Where the queue of each expert begins, and the end of the last, (E + 1,).
+        rank_NK: Place of each token in its experts' queues.
+        index_NK: Its experts.
+    """
+
+    order: jax.Array
+    starts: jax.Array
+    rank_NK: jax.Array
+    index_NK: jax.Array
+
+    @classmethod
+    def of(cls, index_NK: jax.Array, num_experts: int) -> "Queue":
+        """The queues of what each token has chosen."""
+        chosen = index_NK.reshape(-1)
+        order = jnp.argsort(chosen, stable=True).astype(jnp.int32)
+        counts_E = jnp.sum(
+            chosen[:, None] == jnp.arange(num_experts)[None], axis=0, dtype=jnp.int32
+        )
+        starts = jnp.pad(jnp.cumsum(counts_E, dtype=jnp.int32), (1, 0))
+        places = jnp.arange(chosen.size, dtype=jnp.int32)
+        place = jnp.zeros_like(places).at[order].set(places, unique_indices=True)
+        return cls(order, starts, (place - starts[chosen]).reshape(index_NK.shape), index_NK)
+
+    @property
+    def counts_E(self) -> jax.Array:
+        """Length of each queue, (E,)."""
+        return jnp.diff(self.starts)
+
+
+class Moves(NamedTuple):
+    """Which token is in which slot, both ways; past the end for nobody and nowhere.
+
+    Attributes:
+        source_S: token x K + choice that a slot holds.
+        slot_NK: The slot of each choice.
+    """
+
+    source_S: jax.Array
+    slot_NK: jax.Array
+
+    @property
+    def token_S(self) -> jax.Array:
+        """The token that a slot holds."""
+        return self.source_S // self.slot_NK.shape[1]
+
+
+def _rows(x: jax.Array, index: jax.Array) -> jax.Array:
+    """Rows of `x`, zero where the index is past the end."""
+    return x.at[index].get(mode="fill", fill_value=0)
+
+
+# Both moves are gathers in both directions: the derivative that JAX finds is a scatter that adds,
+# which GPUs do by atomics, in no order.
+@jax.custom_vjp
+def to_slots(x_ND: jax.Array, moves: Moves) -> jax.Array:
+    """The tokens in their slots, (S, D)."""
+    return _rows(x_ND, moves.token_S)
+
+
+def _to_slots_backward(moves: Moves, grad_SD: jax.Array) -> tuple[jax.Array, None]:
+    grad_NKD = _rows(grad_SD, moves.slot_NK)
+    return jnp.sum(grad_NKD, axis=1, dtype=jnp.float32).astype(grad_SD.dtype), None
+
+
+to_slots.defvjp(lambda x_ND, moves: (to_slots(x_ND, moves), moves), _to_slots_backward)
+
+
+@jax.custom_vjp
+def from_slots(y_SD: jax.Array, weights_NK: jax.Array, moves: Moves) -> jax.Array:
+    """Weighted sums of the slots of each token, (N, D); float32 inside."""
+    y_NKD = _rows(y_SD, moves.slot_NK).astype(jnp.float32)
+    return jnp.sum(y_NKD * weights_NK[..., None], axis=1).astype(y_SD.dtype)
+
+
+def _from_slots_forward(
+    y_SD: jax.Array, weights_NK: jax.Array, moves: Moves
+) -> tuple[jax.Array, Any]:
+    return from_slots(y_SD, weights_NK, moves), (y_SD, weights_NK, moves)
+
+
+def _from_slots_backward(saved: Any, grad_ND: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    y_SD, weights_NK, moves = saved
+    weight_S = _rows(weights_NK.reshape(-1), moves.source_S)
+    grad_SD = _rows(grad_ND, moves.token_S).astype(jnp.float32) * weight_S[:, None]
+    y_NKD = _rows(y_SD, moves.slot_NK).astype(jnp.float32)
+    grad_NK = jnp.sum(y_NKD * grad_ND.astype(jnp.float32)[:, None], axis=-1)
+    return grad_SD.astype(y_SD.dtype), grad_NK, None
+
+
+from_slots.defvjp(_from_slots_forward, _from_slots_backward)
