@@ -51,12 +51,15 @@ def prepare(
     precision=FLOAT32,
     offload=False,
     sequence_parallel=False,
+    overlap="auto",
 ):
     """The plan, the state and the step of a run, on a mesh of devices.
 
     A pipeline has micro-batches anyway, and `num_micro` times as many as stages.
     """
     config = MODELS[name]
+    if overlap == "aggressive":
+        config = dataclasses.replace(config, remat="block_outputs")
     stages, num_stages = None, mesh.shape.get("pp", 1)
     if num_stages > 1:
         num_layers = config.num_hidden_layers
@@ -66,7 +69,7 @@ def prepare(
     tx, schedule = build_optimizer(settings, 10)
     abstract = models.abstract(config)
     plan = jaxtp.make_plan(abstract, mesh, config=config, zero=zero, stages=stages)
-    plan = dataclasses.replace(plan, sequence_parallel=sequence_parallel)
+    plan = dataclasses.replace(plan, sequence_parallel=sequence_parallel, overlap=overlap)
     state = init_state(host_params(config), tx, precision)
     state = jaxtp.shard(state, mesh, plan=plan)
     state = to_host(state) if offload else state

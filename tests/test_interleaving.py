@@ -255,7 +255,7 @@ def test_what_cannot_be_interleaved_says_why_and_runs_the_ordinary_way(reason):
     assert logits.shape == (num_sequences, 8, 64)
 
 
-@pytest.mark.parametrize(("tp", "asked"), [(8, "auto"), (8, "off"), (1, "aggressive")])
+@pytest.mark.parametrize(("tp", "asked"), [(8, "auto"), (8, "off"), (1, "auto")])
 def test_layers_run_the_ordinary_way_unless_asked(tp, asked):
     plan, _, own_mesh = planned(LLAMA, 8 // tp, tp, overlap=asked)
     graph, params = nnx.split(abstract(LLAMA))

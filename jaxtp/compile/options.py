@@ -29,10 +29,13 @@ OVERLAP: Mapping[str, Mapping[str, Value]] = {
     # everything synchronous. The second option removes that guard, so preflight compares the
     # real peak with the GPU's memory; 200 is not enough beside an Adam state that fills half of it
     # (0% hidden at 80 layers of llama3-70b, 34% from 400 on). The first one exists since jaxlib
-    # 0.11.2.
+    # 0.11.2. One collective at a time would make those synchronous that share their time: several
+    # gathers of a layer, or a gather over the network beside an all-reduce over NVLink. With more
+    # than 5 at a time the gathers of a backward pass crowd together at its end.
     "aggressive": {
         "xla_gpu_experimental_enable_selective_memcpy_overlap": True,
         "xla_gpu_memory_limit_slop_factor": 1000,
+        "xla_gpu_experimental_parallel_collective_overlap_limit": 5,
     },
 }
 

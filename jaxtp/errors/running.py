@@ -35,11 +35,14 @@ class UnknownActivation(JaxtpError, KeyError):
 
 
 class NotInterleaved(JaxtpError, RuntimeError):
-    """`overlap="aggressive"` was asked for, and the layers cannot run in two halves of the batch.
+    """`overlap="aggressive"` was asked for, and the layers cannot run as it wants them to.
 
+    It runs them in two halves of the batch, to hide all-reduces over tp, and with each layer's
+    weights gathered one layer ahead, to hide what the batch axes move.
     Why it matters: they run one after the other instead, with the same numbers, and the all-reduces
-    of the forward pass stay exposed. Models warn with this text.
-    Example: one sequence per replica; sequence parallelism; 12 heads on tp=8; experts.
+    or gathers of the forward pass stay exposed. Models warn with this text.
+    Example: one sequence per replica; sequence parallelism; 12 heads on tp=8; experts; layers that
+    draw random numbers; a batch that does not divide over the replicas.
     Fix: an even number of sequences per replica, heads and widths that divide over all of tp, and
     `remat="block_outputs"`.
     """

@@ -25,7 +25,8 @@ from jax.extend.core import Jaxpr, subjaxprs
 from jax.sharding import PartitionSpec
 
 from jaxtp.activations.by_name import ActivePlan, active_plan, constrain, in_force
-from jaxtp.errors import BadStages, SizeMismatch, join
+from jaxtp.errors import BadStages, NotInterleaved, SizeMismatch, join, warn
+from jaxtp.layers.gathering import run_ahead
 from jaxtp.layers.interleaving import Context
 from jaxtp.layers.recomputation import LAYER_INPUT, Policy, remat_of
 from jaxtp.mesh.axes import Axis, Shards
@@ -68,6 +69,13 @@ def scan_layers(
         SizeMismatch: TP003, if the batch does not divide into replicas x micro-batches.
         BadStages: TP074, if the parameters are not stored for the stages.
     """
+    active = active_plan()
+    if active is not None and active.interleave and _has_batch_axes(active):
+        keep = remat_of(remat).layer
+        try:
+            return run_ahead(body, keep, x_BTD, params, context or {}, rows or {}, active)
+        except NotInterleaved as obstacle:
+            warn(str(obstacle))
 
     def counting(x: jax.Array, params: PyTree, context: Context) -> tuple[jax.Array, PyTree]:
         return body(x, params, context), ()
@@ -75,6 +83,11 @@ def scan_layers(
     return scan_counting(
         counting, x_BTD, params, zeros=lambda _: (), context=context, remat=remat, rows=rows
     )[0]
+
+
+def _has_batch_axes(active: ActivePlan) -> bool:
+    """Whether weights are gathered, or gradients reduced, between devices that run all layers."""
+    return active.stages is None and active.shape.ways(active.shape.batch) > 1
 
 
 def scan_counting(

@@ -1,0 +1,185 @@
+"""One layer as the loops over layers run it: on all replicas at once, and its backward pass alone.
+
+A layer is traced once, on one replica, to see in which type its products take each parameter and
+what its remat policy keeps. Its pullback, as `jax.vjp` gives it, is a tree; leaves that are
+arguments of the layer are given again in the backward pass, and only the others kept.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+from jax.extend.core import Jaxpr, JaxprEqn, Var, subjaxprs
+
+from jaxtp.activations.by_name import ActivePlan, in_force
+from jaxtp.errors import NotInterleaved
+from jaxtp.layers.gathering.weights import Replicas, Weights, weights_of
+from jaxtp.layers.recomputation import Policy
+from jaxtp.plan.trees import PyTree
+
+Layer = Callable[[jax.Array, PyTree, Mapping[str, Any]], jax.Array]
+"""`(x, parameters of one layer, context) -> x`."""
+
+RANDOM = ("random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform")
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What does not depend on arrays.
+
+    Attributes:
+        layer: One layer on one replica, recomputed as the policy says.
+        weights: How its parameters come and gradients go.
+        num_layers: Of the stack.
+        context_axes: Which entries of the context differ between replicas: 0, else None.
+        pullback: Structure of what differentiating the layer keeps.
+        kept: Which of its leaves are kept of the forward pass, by number.
+        given: The others: leaf -> number of the argument's leaf that it is.
+    """
+
+    layer: Layer
+    weights: Weights
+    num_layers: int
+    context_axes: Any
+    pullback: Any
+    kept: tuple[int, ...]
+    given: Mapping[int, int]
+
+    def forward(self, x: jax.Array, w: PyTree, context: Any) -> tuple[jax.Array, list[jax.Array]]:
+        """One layer on all replicas: the residual stream behind it, and what is kept."""
+
+        def one(x: jax.Array, w: PyTree, context: Any) -> tuple[jax.Array, list[jax.Array]]:
+            with in_force(self.weights.replicas.inner):
+                out, pull = jax.vjp(lambda x, w: self.layer(x, w, context), x, w)
+            found = jax.tree.leaves(pull)
+            return out, [found[n] for n in self.kept]
+
+        return self.weights.replicas.mapped(one, (0, None, self.context_axes))(x, w, context)
+
+    def backward(
+        self, kept: list[jax.Array], x: jax.Array, w: PyTree, context: Any, d_x: jax.Array
+    ) -> tuple[jax.Array, PyTree]:
+        """One layer's cotangents on all replicas: of its input, and of its weights (R, ...)."""
+
+        def one(
+            kept: list[jax.Array], x: jax.Array, w: PyTree, context: Any, d_x: jax.Array
+        ) -> tuple[jax.Array, PyTree]:
+            arguments = jax.tree.leaves((x, w, context))
+            found = dict(zip(self.kept, kept, strict=True))
+            found |= {leaf: arguments[number] for leaf, number in self.given.items()}
+            with in_force(self.weights.replicas.inner):
+                pull = jax.tree.unflatten(self.pullback, [found[n] for n in range(len(found))])
+                return pull(d_x)
+
+        axes = (0, 0, None, self.context_axes, 0)
+        d_x, d_w = self.weights.replicas.mapped(one, axes)(kept, x, w, context, d_x)
+        return d_x, self.weights.place_partial(d_w)
+
+
+def trace_layer(
+    body: Layer,
+    policy: Policy | None,
+    x_BTD: jax.Array,
+    params: PyTree,
+    context: Mapping[str, Any],
+    rows: Mapping[str, Any],
+    active: ActivePlan,
+) -> Run:
+    """Traces one layer on one replica, to see what its backward pass needs."""
+    if policy is None:
+        raise NotInterleaved(
+            "layers that keep everything would keep gathered weights",
+            where="remat",
+            fix='remat="block_outputs" or "full"',
+        )
+    num_replicas = active.shape.ways(active.shape.batch)
+
+    def share(x: Any) -> jax.ShapeDtypeStruct:
+        size = x.shape[0] if x.shape[0] == 1 else x.shape[0] // num_replicas
+        return jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype)
+
+    def first(w: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(w.shape[1:], w.dtype)
+
+    x = share(x_BTD)
+    w = jax.tree.map(first, params)
+    own = {**jax.tree.map(share, dict(context)), **jax.tree.map(first, dict(rows))}
+    with in_force(Replicas(active).inner):
+        plain = jax.make_jaxpr(body)(x, w, own)
+        _check_random(plain.jaxpr)
+        start = len(jax.tree.leaves(x))
+        count = len(jax.tree.leaves(w))
+        types = [product_type(plain.jaxpr, var) for var in plain.jaxpr.invars[start:][:count]]
+        layer = jax.checkpoint(body, policy=policy, prevent_cse=False)
+        w = jax.tree.unflatten(
+            jax.tree.structure(w),
+            [
+                jax.ShapeDtypeStruct(one.shape, kind)
+                for one, kind in zip(jax.tree.leaves(w), types, strict=True)
+            ],
+        )
+
+        def keep(x: Any, w: PyTree, own: Any) -> Any:
+            return jax.vjp(lambda x, w: layer(x, w, own), x, w)[1]
+
+        traced, pull = jax.make_jaxpr(keep, return_shape=True)(x, w, own)
+    inputs = {id(var): number for number, var in enumerate(traced.jaxpr.invars)}
+    outs = traced.jaxpr.outvars
+    given = {n: inputs[id(out)] for n, out in enumerate(outs) if id(out) in inputs}
+    return Run(
+        layer=layer,
+        weights=weights_of(params, types, active),
+        num_layers=jax.tree.leaves(params)[0].shape[0],
+        context_axes=jax.tree.map(lambda one: None if one.shape[0] == 1 else 0, dict(context))
+        | dict.fromkeys(rows),
+        pullback=jax.tree.structure(pull),
+        kept=tuple(n for n in range(len(outs)) if n not in given),
+        given=given,
+    )
+
+
+def product_type(jaxpr: Jaxpr, var: Var) -> Any:
+    """The type that a program takes a parameter in: the one that every use converts it to."""
+    kinds = set(_uses(jaxpr, var))
+    return kinds.pop() if len(kinds) == 1 else _own_type(var)
+
+
+def _own_type(var: Var) -> Any:
+    aval: Any = var.aval
+    return aval.dtype
+
+
+def _uses(jaxpr: Jaxpr, var: Var) -> Iterator[Any]:
+    """The types that uses of a variable convert it to, its own for any other use."""
+    if any(out is var for out in jaxpr.outvars):
+        yield _own_type(var)
+    for equation in jaxpr.eqns:
+        for place, operand in enumerate(equation.invars):
+            if operand is not var:
+                continue
+            inner = equation.params.get("jaxpr") or equation.params.get("call_jaxpr")
+            inner = getattr(inner, "jaxpr", inner)
+            if equation.primitive.name == "convert_element_type":
+                yield equation.params["new_dtype"]
+            elif isinstance(inner, Jaxpr) and len(inner.invars) == len(equation.invars):
+                yield from _uses(inner, inner.invars[place])
+            else:
+                yield _own_type(var)
+
+
+def _check_random(jaxpr: Jaxpr) -> None:
+    """Random numbers are drawn for all of the batch; each replica alone would draw others."""
+    if found := next(_random(jaxpr), None):
+        raise NotInterleaved(
+            f"a layer draws random numbers ({found.primitive.name}), and one replica alone would "
+            "draw others",
+            where="layers",
+            fix='overlap="auto"',
+        )
+
+
+def _random(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+    yield from (one for one in jaxpr.eqns if one.primitive.name in RANDOM)
+    for inner in subjaxprs(jaxpr):
+        yield from _random(inner)
