@@ -25,6 +25,7 @@ from jaxtp.models import Lora
 from jaxtp.plan.trees import leaves
 from jaxtp.train.config_step import abstract_state, first_state, step_of
 from jaxtp.train.planning import lora_of, model_of, plan_of
+from jaxtp.train.setup import prepare
 
 FIXTURES = Path(__file__).parent / "fixtures" / "hf"
 TARGETS = {
@@ -247,3 +248,61 @@ def test_settings_name_the_adapters():
     assert lora_of(settings.Lora(rank=8)) == Lora(rank=8, alpha=16.0, targets=("q_proj", "v_proj"))
     with pytest.raises(BadConfig, match="no module"):
         lora_of(settings.Lora(rank=8, targets=" ,"))
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory):
+    """A folder of weights and of text, and the settings of a run that begins with them."""
+    root = tmp_path_factory.mktemp("weights")
+    sizes = dataclasses.replace(models.config_of("llama-tiny"), num_hidden_layers=2)
+    model = models.build(sizes, nnx.Rngs(7))
+    jaxtp.save_hf(model, root / "hf", progress=False)
+    (root / "text").mkdir()
+    for number in range(20):
+        (root / "text" / f"{number}.txt").write_text("the cat sat on the mat " * 40)
+    config = Config(
+        weights=str(root / "hf"),
+        steps=2,
+        seq_len=16,
+        batch=Batch(size=4),
+        mesh=Mesh(dp=2, tp=4),
+        precision=Precision(compute="float32"),
+        data=settings.Data(files=f"{root}/text/*.txt"),
+    )
+    return config, dict(leaves(nnx.state(model, nnx.Param)))
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_training_begins_with_the_weights_of_a_folder(begun, rank):
+    config, want = begun
+    # Schedule-free optimizers begin with a copy of the parameters.
+    config = dataclasses.replace(
+        config,
+        lora=settings.Lora(rank=rank),
+        optimizer=settings.Optimizer(name="schedule_free_adamw", schedule="constant"),
+    )
+    setup = prepare(config)
+    assert setup.model.num_hidden_layers == 2
+    got = dict(leaves(jaxtp.unshard(setup.state.params, setup.plan)))
+    assert len(got) == len(want) + (4 if rank else 0)
+    for path, leaf in want.items():
+        np.testing.assert_array_equal(got[path], leaf, err_msg=path)
+    copies = {
+        path: leaf for path, leaf in leaves(jaxtp.unshard(setup.state.opt_state)) if "/z/" in path
+    }
+    assert copies
+    for path, leaf in copies.items():
+        np.testing.assert_array_equal(leaf, got[path.split("/z/")[1]], err_msg=path)
+    state, metrics = setup.step(setup.state, setup.placed(setup.text.train(0)))
+    assert jnp.isfinite(metrics["loss"])
+    moved = dict(leaves(jaxtp.unshard(state.params, setup.plan)))
+    same = {path for path, leaf in got.items() if np.array_equal(leaf, moved[path])}
+    assert same >= want.keys() if rank else not same
+
+
+def test_weights_that_cannot_be_begun_with(begun, tmp_path):
+    config, _ = begun
+    with pytest.raises(BadConfig, match="TP020 at layers: 3 layers of a model whose weights"):
+        model_of(dataclasses.replace(config, layers=3))
+    with pytest.raises(BadWeights, match=r"TP095 at .*config\.json: cannot be read"):
+        model_of(dataclasses.replace(config, weights=str(tmp_path)))

@@ -220,7 +220,7 @@ class Data:
     standard library."""
 
     tokenizer: str = ""
-    """A Hugging Face `tokenizer.json`; default: bytes."""
+    """A Hugging Face `tokenizer.json`; default: that of `weights`, or else bytes."""
 
     packed: bool = False
     """Keep attention, positions and loss inside each document of a sequence; otherwise documents
@@ -332,6 +332,10 @@ class Config:
 
     model: str = "llama-tiny"
     """Preset name, see `jaxtp.models.PRESETS`."""
+
+    weights: str = ""
+    """Hugging Face folder to begin with: its config.json says what the model is, in place of
+    `model`, and its tensors are the first parameters, beside adapters if there are any."""
 
     layers: int = 0
     """Layers of the model, fewer or more than the preset has; 0 takes the preset's."""

@@ -3,9 +3,9 @@
 import dataclasses
 import importlib.util
 
-from jaxtp import models
 from jaxtp.config.settings import Config
 from jaxtp.errors import BadConfig
+from jaxtp.train.planning import published_of
 
 WIDEST_HEAD = 128
 """cuDNN's limit in elements before Hopper (256 from there on), in multiples of 8. JAX asks the GPU
@@ -67,12 +67,14 @@ def has_cudnn() -> bool:
 
 def obstacle(config: Config) -> str:
     """Why cuDNN cannot compute a run's attention; "" if it can."""
-    model, tp = models.config_of(config.model), config.mesh.tp
+    model, tp = published_of(config), config.mesh.tp
     kv_heads = getattr(model, "num_key_value_heads", model.num_attention_heads)
     if config.precision.compute == "float32":
         return "cuDNN takes 16-bit types, and precision.compute is float32"
     if model.head_dim > WIDEST_HEAD or model.head_dim % 8:
         return f"cuDNN takes heads of up to {WIDEST_HEAD} in multiples of 8, not {model.head_dim}"
+    if getattr(model, "attn_logit_softcapping", None):
+        return "cuDNN's attention has no soft cap"
     if kv_heads % tp:
         return f"cuDNN needs every kv head on one device, and {kv_heads} do not divide by {tp}"
     # Both run inside a shard_map over some of the axes, where JAX cannot partition cuDNN's call.

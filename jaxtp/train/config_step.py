@@ -13,6 +13,7 @@ from jaxtp.config.settings import Communication, Config
 from jaxtp.models.lora import is_adapter
 from jaxtp.placement.arrays import shard, shard_batch
 from jaxtp.plan.decisions import Plan
+from jaxtp.plan.trees import PyTree
 from jaxtp.train.language import NextToken
 from jaxtp.train.optimizer import build_optimizer
 from jaxtp.train.planning import model_of
@@ -95,6 +96,13 @@ def first_state(config: Config) -> TrainState:
     _, params = nnx.split(models.build(model_of(config), nnx.Rngs(config.seed)))
     trains = is_adapter if config.lora.rank else None
     return init_state(params, tx, config.precision, trains)
+
+
+def first_optimizer_state(config: Config, params: PyTree) -> PyTree:
+    """The optimizer's state before the first step, for these parameters."""
+    tx, _ = build_optimizer(config.optimizer, config.steps)
+    trains = is_adapter if config.lora.rank else None
+    return init_state(params, tx, config.precision, trains).opt_state
 
 
 def abstract_state(config: Config) -> TrainState:

@@ -13,19 +13,40 @@ from jaxtp.cost.stage_balance import deal
 from jaxtp.errors import BadConfig
 from jaxtp.hardware.clusters import Cluster
 from jaxtp.hardware.gpus import DeviceKind
+from jaxtp.io.hf.config import read_config
 from jaxtp.mesh.axes import Axis
 from jaxtp.plan.decisions import Plan
 from jaxtp.plan.stages import Stages
 from jaxtp.rules.planner import make_plan
 
 
-def model_of(config: Config) -> models.Config:
-    """The model of a config: of a preset, with the types, remat, kernel and depth it asks for.
+def published_of(config: Config) -> models.Config:
+    """The model as it was published: that of the preset, or of the folder of weights.
 
     Raises:
-        BadConfig: TP020, if no preset has the name, or experts are set of a model without any.
+        BadConfig: TP020, if no preset has the name, or another depth is set than the weights have.
+        UnsupportedModel, BadWeights: TP096, TP095, if the folder's config.json is of no model of
+            ours, or is missing.
     """
-    published = models.config_of(config.model)
+    if not config.weights:
+        return models.config_of(config.model)
+    if config.layers:
+        raise BadConfig(
+            f"{config.layers} layers of a model whose weights are read from {config.weights}",
+            where="layers",
+            fix="0, for all layers that the weights have",
+        )
+    return read_config(config.weights)
+
+
+def model_of(config: Config) -> models.Config:
+    """The model of a config, with the types, remat, kernel and depth it asks for.
+
+    Raises:
+        BadConfig: TP020, if experts are set of a model without any.
+        JaxtpError: whatever `published_of` raises.
+    """
+    published = published_of(config)
     return dataclasses.replace(
         published,
         **_of_experts(config.experts, published),

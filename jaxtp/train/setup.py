@@ -14,13 +14,16 @@ from jaxtp.activations.by_name import use_plan
 from jaxtp.config.batch_sizes import resolve
 from jaxtp.config.settings import Config, settings
 from jaxtp.errors import BadConfig, SizeMismatch, join
+from jaxtp.io.hf import load_hf
 from jaxtp.mesh.build import make_mesh, plan_mesh
+from jaxtp.models.lora import is_adapter
 from jaxtp.placement.arrays import shard_batch
 from jaxtp.placement.init import init_sharded
 from jaxtp.plan.decisions import Plan
+from jaxtp.plan.trees import leaves, map_with_path
 from jaxtp.processes.startup import agree
 from jaxtp.train.attention import choose_attention
-from jaxtp.train.config_step import first_state, loss_of, options_of, step_of
+from jaxtp.train.config_step import first_optimizer_state, first_state, loss_of, options_of, step_of
 from jaxtp.train.language import Batch, NextToken
 from jaxtp.train.planning import axis_sizes, model_of, plan_of, stage_kinds
 from jaxtp.train.step import Step
@@ -60,8 +63,12 @@ class Setup:
         return shard_batch(batch, self.mesh)
 
 
-def prepare(config: Config) -> Setup:
+def prepare(config: Config, *, resumes: bool = False) -> Setup:
     """Checks the settings against the devices that there are, and makes the run.
+
+    Args:
+        config: Settings as a user gave them.
+        resumes: Whether a checkpoint takes the place of the state, so that no weights are read.
 
     Raises:
         BadConfig: TP020, for settings that this machine or this version cannot follow.
@@ -69,7 +76,7 @@ def prepare(config: Config) -> Setup:
         BadData: TP130, for text that is missing or too short.
         ProcessesDisagree: TP014, if processes have other settings, another plan, mesh, text or
             tokenizer.
-        JaxtpError: whatever `resolve`, `make_plan` and `init_sharded` raise.
+        JaxtpError: whatever `resolve`, `make_plan`, `init_sharded` and `load_hf` raise.
     """
     agree({name: operator.attrgetter(name)(config) for name in settings()})
     on_gpu = jax.default_backend() == "gpu"
@@ -83,6 +90,8 @@ def prepare(config: Config) -> Setup:
     digest = hashlib.sha256(plan.to_json().encode()).hexdigest()
     agree({"plan": digest, "mesh": mesh, **text.digests})
     state: TrainState = init_sharded(lambda: first_state(config), None, mesh, plan=plan)
+    if config.weights and not resumes:
+        state = _with_weights(state, config, plan, mesh)
     if config.zero.offload_optimizer == "cpu":
         state = to_host(state)
     return Setup(
@@ -102,6 +111,26 @@ def prepare(config: Config) -> Setup:
         text=text,
         validate=functools.partial(_validate, _mean(loss_of(model), plan, mesh)),
     )
+
+
+def _with_weights(state: TrainState, config: Config, plan: Plan, mesh: Mesh) -> TrainState:
+    """The first state with the parameters of a folder; adapters keep their own first values."""
+    places = jax.tree.map(lambda x: x.sharding, state.opt_state)
+    drawn = [leaf for path, leaf in leaves(state.params) if not is_adapter(path)]
+    for leaf in (*drawn, *jax.tree.leaves(state.opt_state)):
+        leaf.delete()  # it makes room for what is read
+    _, read = load_hf(
+        config.weights,
+        mesh,
+        plan=plan,
+        param_dtype=config.precision.params,
+        progress=jax.process_index() == 0,
+    )
+    found = dict(leaves(read))
+    params = map_with_path(lambda path, old: found.get(path, old), state.params)
+    # Some optimizers begin with a copy of the parameters.
+    opt_state = jax.jit(lambda p: first_optimizer_state(config, p), out_shardings=places)(params)
+    return dataclasses.replace(state, params=params, opt_state=opt_state)
 
 
 def _check_machine(config: Config) -> None:

@@ -77,11 +77,13 @@ def read_text(config: Config, vocab_size: int) -> Text:
         BadData: TP130, for text that is missing or too short.
     """
     corpus = _corpus(config.data.files)
-    encode, known = _tokenizer(config.data.tokenizer)
+    tokenizer = _tokenizer_of(config)
+    encode, known = _tokenizer(tokenizer)
     if vocab_size < known:
         raise BadConfig(
-            f"the text has {known:,} different tokens, {config.model} knows {vocab_size:,}",
-            where="data.tokenizer" if config.data.tokenizer else "model",
+            f"the text has {known:,} different tokens, {config.weights or config.model} knows "
+            f"{vocab_size:,}",
+            where="data.tokenizer" if tokenizer else "model",
             fix="a tokenizer and a model that belong together",
         )
     train, validation = (_rows(encode(side), config) for side in (corpus.train, corpus.validation))
@@ -96,9 +98,15 @@ def read_text(config: Config, vocab_size: int) -> Text:
         f"validation on {corpus.num_files[1]} others",
         digests={
             "SHA-256 of the text": _digest(corpus.train, corpus.validation),
-            "SHA-256 of the tokenizer": _digest(_bytes_of(config.data.tokenizer)),
+            "SHA-256 of the tokenizer": _digest(_bytes_of(tokenizer)),
         },
     )
+
+
+def _tokenizer_of(config: Config) -> str:
+    """The tokenizer's file: the one that is set, or the one beside the weights; "" for bytes."""
+    beside = Path(config.weights) / "tokenizer.json"
+    return config.data.tokenizer or (str(beside) if config.weights and beside.exists() else "")
 
 
 def _digest(*parts: data.Tokens | bytes) -> str:

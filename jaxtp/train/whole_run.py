@@ -89,7 +89,7 @@ def run(config: Config, *, say: Callable[[object], None] = print) -> Finished:
         speaker(found.line)
     with run_folder.hold(config.run.folder, say=speaker):
         _probe(config, speaker)
-        setup = prepare(config)
+        setup = prepare(config, resumes=bool(checkpoints.steps()))
         speaker(f"{setup.plan}\n")
         speaker("\n".join((_describe(setup), *strategies(setup.config, setup.plan))))
         finished = _train(setup, checkpoints, speaker)

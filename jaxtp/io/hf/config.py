@@ -11,9 +11,12 @@ import dataclasses
 import functools
 import json
 import typing
+from pathlib import Path
 from typing import Any, cast
 
 from jaxtp.errors import JaxtpError, Problems, UnsupportedModel, join
+from jaxtp.io.hf.files import CONFIG
+from jaxtp.io.json_text import read_json
 from jaxtp.models.bounds import Bounds, bounds_of
 from jaxtp.models.layers import DecoderConfig
 from jaxtp.models.published import Family, Fields, refuse, refuse_contradiction
@@ -73,6 +76,17 @@ def family_of(fields: Fields, where: str) -> tuple[str, Family]:
     if family is None or not isinstance(name, str):
         raise refuse(where, f"model_type {name!r}", f"supported: {join(FAMILIES, limit=20)}")
     return name, family
+
+
+def read_config(folder: str | Path) -> Config:
+    """The config of a Hugging Face folder, in fp32 and without remat; no tensor is read.
+
+    Raises:
+        BadWeights: TP095, if there is no readable config.json.
+        UnsupportedModel: TP096, as `read_fields`.
+    """
+    file = Path(folder) / CONFIG
+    return read_fields(read_json(file), str(file))
 
 
 def read_fields(fields: Fields, where: str) -> Config:
