@@ -18,8 +18,10 @@ from jaxtp.cost.wire import Wires
 from jaxtp.errors import BadUsage, DoesNotFit
 from jaxtp.hardware.gpus import Target
 from jaxtp.inspect.pages.search_page import scatter
+from jaxtp.models import PRESETS
 from jaxtp.train.machine_sizes import largest_batch, smallest_machine
 from jaxtp.train.mesh_search import mesh_text, run_of, search
+from jaxtp.train.pricing import sizes_of
 
 SIZES = ModelSizes(
     layers=16, hidden=2048, ffn=8192, heads=32, kv_heads=8, head_dim=64, vocab=128256, seq=2048,
@@ -71,8 +73,8 @@ def test_what_is_fixed_stays(found):
     )  # fmt: skip
     assert {row.config.mesh.tp for row in fixed.rows} == {4}
     assert {row.config.remat for row in fixed.rows} == {"full"}
-    with pytest.raises(BadUsage, match=r"mesh\.ep is not searched"):
-        search("llama3.2-1b", batch=8, fixed={"mesh.ep": 2})
+    with pytest.raises(BadUsage, match=r"seed is not searched"):
+        search("llama3.2-1b", batch=8, fixed={"seed": 2})
     with pytest.raises(BadUsage, match="no mesh of 8 GPUs runs a batch of 3"):
         search("llama3.2-1b", batch=3, fixed={"mesh.dp": 8})
 
@@ -94,6 +96,31 @@ def test_a_slower_network_makes_gathers_dearer():
         return rows[0].candidate.parts["gathers"]
 
     assert data(100e9 / 8) > 1.5 * data(0)
+
+
+def test_experts_go_on_an_axis_inside_the_nvlink_domain():
+    model = dataclasses.replace(
+        PRESETS["llama3.2-1b"], num_experts=8, num_experts_per_tok=2, moe_intermediate_size=512,
+        n_shared_experts=1,
+    )  # fmt: skip
+    sizes = sizes_of(model, 2048)
+    assert (sizes.experts, sizes.chosen, sizes.ffn, sizes.shared_ffn) == (8, 2, 512, 512)
+    s = candidates(sizes, 32, 256)
+    assert set(s.ep.tolist()) == {1, 2, 4, 8}
+    assert (s.ep * s.tp <= 8).all()
+    assert set(s.devices.tolist()) == {32}
+    assert set(s.batch.tolist()) == {256}
+    assert not s.interleaved.any()
+
+
+def test_long_sequences_are_shared_by_devices_and_short_ones_are_not():
+    long = search("llama3-8b", target="h100:2x8", batch=2, seq=32768, compile_best=0, limit=1000)
+    assert {row.config.mesh.cp for row in long.rows} == {1, 2, 4, 8, 16}
+    for row in long.rows[:20]:
+        batch = resolve(row.config, 16).batch
+        assert batch.micro_size * batch.accumulation * row.config.mesh.data_ways == batch.size == 2
+    short = candidates(SIZES, 16, 64)
+    assert set(short.cp.tolist()) == {1}
 
 
 def test_the_smallest_machine_holds_the_run_and_the_one_before_does_not():

@@ -8,15 +8,11 @@ import pytest
 from jaxtp.config.batch_sizes import resolve
 from jaxtp.config.files import parse
 from jaxtp.config.settings import Batch, Config, Mesh, Pipeline, Zero
-from jaxtp.cost.flops import model_flops
-from jaxtp.cost.recomputation import recomputed_flops
 from jaxtp.cost.stage_balance import Work, compare, deal, step_seconds, table
-from jaxtp.cost.step_time import modelled_seconds
 from jaxtp.errors import BadConfig, BadMesh, BadTarget
 from jaxtp.hardware.clusters import Cluster
-from jaxtp.hardware.gpus import KINDS, LAUNCH_SECONDS, Target
+from jaxtp.hardware.gpus import KINDS, LAUNCH_SECONDS
 from jaxtp.plan.stages import Stages
-from jaxtp.rules.model_dims import ModelDims
 from jaxtp.train.planning import axis_sizes, model_of, plan_of, stages_of
 from jaxtp.train.preflight import strategies, work_of
 
@@ -159,29 +155,3 @@ def test_deepspeeds_spelling_reaches_the_stages():
     config = resolve(config, 16)
     assert stages_of(config, model_of(config)).layers == ((8, 24),)
     assert "load_balance: mapped; --pipeline.load_balance" in map(str, lines)
-
-
-@pytest.mark.parametrize(("remat", "reductions"), [("none", 4), ("full", 5), ("stage", 6)])
-def test_modelled_seconds_of_a_step(remat, reductions):
-    """Products at the sustained rate, all-reduces of each layer, and the stages' idle share."""
-    config = Config(
-        model="llama3-8b",
-        seq_len=4096,
-        mesh=Mesh(tp=8, pp=2),
-        batch=Batch(size=8, accumulation=8),
-        remat=remat,
-    )
-    config = resolve(config, 16)
-    model = model_of(config)
-    plan, dims = plan_of(config, model, axis_sizes(config)), ModelDims.of(model)
-    target, tokens = Target.parse("h100:2x8"), 8 * 4096
-    seconds = modelled_seconds(
-        plan, dims, target, tokens=tokens, seq=4096, num_micro=8, remat=remat, dtype="bfloat16"
-    )
-    flops = model_flops(plan, dims, tokens=tokens, seq=4096).full
-    flops += recomputed_flops(remat, plan, dims, tokens=tokens, seq=4096)
-    message = 4096 * 4096 * 2
-    reduction = target.collective_seconds("all-reduce", message, [range(8)])
-    busy = flops / 16 / H100.matmul_flops + reductions * 16 * 8 * reduction
-    assert plan.stages.bubble == 1 / 9
-    assert seconds == pytest.approx(busy / (1 - 1 / 9))

@@ -135,7 +135,7 @@ def _parts(
     for share, width, grouped in _mlps(model):
         # Balanced: an expert of a device gets its share of all that its group routes.
         count = model.experts / np.asarray(s.ep) if grouped else 1
-        each = tokens * model.chosen / count if grouped else tokens
+        each = tokens * model.chosen * model.capacity / count if grouped else tokens
         ups = (2 if model.gated else 1) * width / tp
         columns = columns + share * linear(ups, model.hidden, each, count)
         rows = rows + share * linear(model.hidden, width / tp, each, count)
@@ -189,7 +189,7 @@ def elementwise_bytes(model: ModelSizes, s: Strategy, *, backward: bool) -> Numb
     tp = np.asarray(s.tp)
     split = np.where(s.sequence_parallel, tp, 1)
     inner = (3 if model.gated else 2) * model.active_ffn + 2 * (model.width + model.kv_width)
-    copies = ROUTED_COPIES * model.chosen * model.routed_layers / model.layers
+    copies = ROUTED_COPIES * model.chosen * model.capacity * model.routed_layers / model.layers
     widths = (11 + copies) * model.hidden / split + inner / tp
     return 2 * tokens_of(model, s) * widths * (1.5 if backward else 1.0)
 
@@ -203,7 +203,8 @@ def block_params(model: ModelSizes, s: Strategy) -> Number:
 def routed_seconds(model: ModelSizes, s: Strategy, wires: Wires) -> Number:
     """Seconds in which tokens reach their experts along ep, and come back, in one pass."""
     split = np.where(s.sequence_parallel, s.tp, 1)
-    size = 2.0 * tokens_of(model, s) * model.chosen * model.hidden / split
+    sent = tokens_of(model, s) * model.chosen * model.capacity / split
+    size = 2.0 * sent * model.hidden
     one = wires.seconds("all-to-all", size, s.ep, inner_devices(s, Axis.EP))
     return 2 * one * model.routed_layers / model.layers
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -19,11 +20,15 @@ POLICIES: Mapping[str, Recompute] = {
 }
 """Remat policy of a config -> what the prices call it."""
 
+LEAST_PIECE = 2048
+"""Tokens of a sequence that a device has at least where several share one; with fewer its queries
+are done before the next keys and values have come."""
+
 ROUNDS = (1, 2, 4)
 """Rounds that are tried; more send more for what little idle time is left."""
 
 SETTINGS: Mapping[str, str] = {
-    **{f"mesh.{axis}": axis.value for axis in Axis if axis not in (Axis.CP, Axis.EP)},
+    **{f"mesh.{axis}": axis.value for axis in Axis},
     "pipeline.rounds": "rounds",
     "batch.micro_size": "micro_batch",
     "batch.accumulation": "micro_batches",
@@ -47,8 +52,9 @@ def candidates(
     """All strategies of one machine and batch; every field an array of the same length.
 
     Left out is what jaxtp refuses or what cannot win: tp that cuts a head or leaves the NVLink
-    domain, stages without layers, rounds that do not divide the layers, ZeRO without a second
-    shard, halves of a batch of one.
+    domain, experts on more devices than a domain has or than divide them, sequences in pieces
+    shorter than `LEAST_PIECE`, stages without layers, rounds that do not divide the layers, ZeRO
+    without a second shard, halves of a batch of one.
 
     Args:
         model: Sizes.
@@ -83,21 +89,41 @@ def _rows(
         cuts_heads = model.heads % tp or model.ffn % tp
         if cuts_heads or tp > domain or pp > model.layers or num_devices % (tp * pp):
             continue
-        data = num_devices // (tp * pp)
-        if batch % data:
-            continue
-        for fsdp, zero in _sharding(data):
-            for micro_batches in _divisors(batch // data):
-                base = {
-                    Axis.TP.value: tp,
-                    Axis.PP.value: pp,
-                    Axis.DP.value: data // fsdp,
-                    Axis.FSDP.value: fsdp,
-                    "zero": zero,
-                    "micro_batches": micro_batches,
-                    "micro_batch": batch // data // micro_batches,
-                }
-                yield from _settings(model, base, interleaves)
+        for cp, ep in itertools.product(_contexts(model), _experts(model, domain // tp)):
+            if num_devices % (tp * pp * cp * ep) or batch % (num_devices // (tp * pp * cp)):
+                continue
+            base = {Axis.TP.value: tp, Axis.PP.value: pp, Axis.CP.value: cp, Axis.EP.value: ep}
+            yield from _batches(model, base, num_devices, batch, interleaves)
+
+
+def _batches(
+    model: ModelSizes, base: Mapping[str, int], num_devices: int, batch: int, interleaves: bool
+) -> Iterator[dict[str, int]]:
+    """How the rest of the devices shard the state, and in how many pieces the batch comes."""
+    data = num_devices // math.prod(base.values())
+    each = batch // data // base[Axis.EP]
+    for fsdp, zero in _sharding(data):
+        for micro_batches in _divisors(each):
+            sizes = {
+                Axis.DP.value: data // fsdp,
+                Axis.FSDP.value: fsdp,
+                "zero": zero,
+                "micro_batches": micro_batches,
+                "micro_batch": each // micro_batches,
+            }
+            turns = interleaves and base[Axis.CP] == 1 and not model.experts
+            yield from _settings(model, {**base, **sizes}, turns)
+
+
+def _contexts(model: ModelSizes) -> Sequence[int]:
+    """Devices that may share a sequence."""
+    pieces = max(model.seq // LEAST_PIECE, 1)
+    return [n for n in _divisors(pieces) if n == 1 or model.seq % (2 * n) == 0]
+
+
+def _experts(model: ModelSizes, most: int) -> Sequence[int]:
+    """Devices that experts may be sharded over."""
+    return [n for n in _divisors(model.experts or 1) if n <= most]
 
 
 def _settings(
@@ -115,7 +141,7 @@ def _settings(
     policies = [p for p in POLICIES.values() if pp > 1 or p != Recompute.STAGE]
     streams = [(0, 0)]
     if base["tp"] > 1:
-        splits = model.seq % base["tp"] == 0
+        splits = model.seq % math.lcm(base["tp"] * base["cp"], 2 * base["cp"]) == 0
         streams += [(1, 0)] * splits
         streams += [(0, 1)] * (interleaves and pp == 1 and base["micro_batch"] % 2 == 0)
     for v, policy, (sequence_parallel, interleaved) in itertools.product(rounds, policies, streams):
@@ -145,7 +171,8 @@ def complexity(s: Strategy) -> np.ndarray:
         s: Strategies as arrays.
     """
     axes = sum(
-        (np.asarray(getattr(s, name)) > 1).astype(int) for name in (Axis.DP, Axis.FSDP, Axis.TP)
+        (np.asarray(getattr(s, name)) > 1).astype(int)
+        for name in (Axis.DP, Axis.FSDP, Axis.CP, Axis.EP, Axis.TP)
     )
     stages = 2 * (np.asarray(s.pp) > 1) + (np.asarray(s.rounds) > 1)
     extras = np.asarray(s.sequence_parallel).astype(int) + np.asarray(s.interleaved).astype(int)

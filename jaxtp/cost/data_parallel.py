@@ -134,6 +134,8 @@ def reduce_seconds(
         scatter = wires.seconds("reduce-scatter", num_bytes, ways, inner)
         sharded = scatter + wires.seconds("all-gather", 2.0 * size, ways, inner)
         whole = wires.seconds("all-reduce", num_bytes, ways, inner)
+        along_cp = wires.seconds("all-reduce", num_bytes / shards, s.cp, inner_devices(s, Axis.CP))
+        over_dp = over_dp + (0.0 if habits.zero_along_cp else along_cp)
         once = np.where(zero >= 1, sharded, whole)
         over_fsdp = over_fsdp + np.where(zero >= 3, 0.0, once)
     # A tied table has a copy on the first and on the last stage.

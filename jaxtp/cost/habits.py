@@ -46,6 +46,7 @@ class Habits:
             pass because the loop over blocks writes into one array.
         pads_vocab: Whether a vocabulary that tp does not divide is padded.
         pads_alone: Whether it is padded for aligned products where tp is 1, too.
+        zero_along_cp: Whether ZeRO shards optimizer state along the context axis as well.
         gpipe: Whether all micro-batches are in flight at once, and not at most one a stage.
         last_stage_head: Whether the last pipeline stage alone runs the head.
         scatters_sends: Whether stages send each other the tp-th part and gather it again.
@@ -80,6 +81,7 @@ class Habits:
     stacked_gradient_bytes: float = 0.0
     pads_vocab: bool = True
     pads_alone: bool = True
+    zero_along_cp: bool = True
     gpipe: bool = False
     last_stage_head: bool = True
     scatters_sends: bool = True
@@ -116,7 +118,8 @@ HABITS: Mapping[str, Habits] = MappingProxyType(
     {
         # One compiled program; parameters are float32 and cast in the layer (`jaxtp.models`).
         "jaxtp": Habits(
-            traffic=0.85, step_seconds=1e-3, overlaps_gradients=0.7, overlaps_gathers=0.7,
+            # XLA puts gathers and reductions over fsdp in front of what needs them.
+            traffic=0.85, step_seconds=1e-3, overlaps_gradients=0.1, overlaps_gathers=0.1,
             accumulate_bytes=12,
             # As compiled for H100s, see scripts/check_cost.py: moments 8 and parameter 4; gradients
             # are summed in float32 beside those of the last micro-batch.
@@ -124,7 +127,7 @@ HABITS: Mapping[str, Habits] = MappingProxyType(
             kept_streams=10.2, kept_inner=3.4, score_bytes=10, working_score_bytes=12.9,
             logit_bytes=4.4, table_bytes=6.4, staged_logit_bytes=5.9, workspace_bytes=0,
             stacked_gradient_bytes=3.8, score_traffic=2.7, kept_copies=3, pads_vocab=False,
-            gpipe=True,
+            zero_along_cp=False, gpipe=True,
             last_stage_head=False, scatters_sends=False,
         ),
         "megatron": _MEGATRON,

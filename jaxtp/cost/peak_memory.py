@@ -60,9 +60,10 @@ def kept_bytes(model: ModelSizes, s: Strategy, habits: Habits) -> Number:
     heads = 2 * (model.width + model.values + model.kv_width) / tp + latents
     mlp = 2 * (3 if model.gated else 2) * model.active_ffn / tp
     # What was sent to experts, and what they made of it.
-    routed = 2 * stream * model.chosen * model.routed_layers / model.layers
+    routed = 2 * stream * model.chosen * model.capacity * model.routed_layers / model.layers
     scores = habits.score_bytes * model.heads * model.seq / tp
-    scores = np.where(is_fused(s, habits), 0.0, scores)
+    # Where a sequence is shared, attention that is not fused works in tiles.
+    scores = np.where(is_fused(s, habits) | (np.asarray(s.cp) > 1), 0.0, scores)
     inner = habits.kept_inner * (heads + mlp)
     everything = habits.kept_streams * stream + masks / split + inner + routed
     ups = (2 if model.gated else 1) * model.active_ffn
@@ -132,7 +133,7 @@ def state_bytes(model: ModelSizes, s: Strategy, habits: Habits) -> Number:
 
     def size(stage: int) -> Number:
         """Elements of what is sharded from this ZeRO stage on."""
-        cp = np.asarray(s.cp) if stage == 1 else 1
+        cp = np.asarray(s.cp) if stage == 1 and habits.zero_along_cp else 1
         plain, experts = np.asarray(s.fsdp) * s.ep * cp, np.asarray(s.fsdp) * cp
         ways = (np.where(zero >= stage, n, 1) for n in (plain, experts))
         return sharded_params(model, s, habits, *ways)

@@ -10,7 +10,7 @@ from jaxtp.cost.candidates import complexity, describe_fields
 from jaxtp.cost.habits import Habits
 from jaxtp.cost.peak_memory import PeakMemory, peak_memory
 from jaxtp.cost.step import StepPrice, price
-from jaxtp.cost.strategy import ModelSizes, Strategy
+from jaxtp.cost.strategy import AXES, ModelSizes, Strategy
 from jaxtp.cost.wire import Wires
 
 EXPECTED_ERROR = 0.08
@@ -103,7 +103,7 @@ class Ranking:
 
         Args:
             index: Its position in the arrays.
-            best: The first one, to say why this one lost.
+            best: The first one, to say why this one lost; by default this is the first.
         """
         parts = {name: float(_at(getattr(self.parts, name), index)) for name in PARTS}
         memory = float(_at(self.memory.total, index))
@@ -116,7 +116,7 @@ class Ranking:
             state_bytes=float(_at(self.memory.state, index)),
             fits=memory <= self.limit_bytes,
         )
-        reason = self._reason(found, best) if best else ""
+        reason = self._reason(found, best or found) if best or not found.fits else ""
         return dataclasses.replace(found, reason=reason)
 
     def _reason(self, one: Candidate, best: Candidate) -> str:
@@ -134,7 +134,8 @@ class Ranking:
         found: list[int] = []
         s = self.strategies
         for index in self.order:
-            mesh = tuple(int(np.asarray(axis)[index]) for axis in (s.pp, s.dp, s.fsdp, s.tp))
+            axes = (getattr(s, axis) for axis in AXES)
+            mesh = tuple(int(np.asarray(axis)[index]) for axis in axes)
             if mesh not in seen:
                 seen.add(mesh)
                 found.append(int(index))

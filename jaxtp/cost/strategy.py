@@ -39,6 +39,7 @@ class ModelSizes:
         dropout: Whether residual sums drop elements, whose masks are kept.
         experts: MLPs of a block, of which each token has a few; 0 for a plain MLP.
         chosen: Experts that a token has.
+        capacity: Rows that the products of experts have, over tokens that are routed to them.
         shared_ffn: Width of the experts that every token has besides, all together.
         dense_layers: Blocks with a plain MLP where the others have experts.
         dense_ffn: Width of their MLP.
@@ -62,6 +63,7 @@ class ModelSizes:
     dropout: bool = False
     experts: int = 0
     chosen: int = 0
+    capacity: float = 1.0
     shared_ffn: int = 0
     dense_layers: int = 0
     dense_ffn: int = 0

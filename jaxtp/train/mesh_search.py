@@ -238,7 +238,7 @@ def config_for(config: Config, candidate: Candidate) -> Config:
     return dataclasses.replace(
         config,
         remat=names[s["recompute"]],
-        mesh=dataclasses.replace(config.mesh, tp=s["tp"], pp=s["pp"], dp=s["dp"], fsdp=s["fsdp"]),
+        mesh=dataclasses.replace(config.mesh, **{axis: s[axis] for axis in AXES}),
         batch=dataclasses.replace(
             config.batch, micro_size=s["micro_batch"], accumulation=s["micro_batches"]
         ),
@@ -330,6 +330,8 @@ def _table(rows: Sequence[Found]) -> list[str]:
         if row.report is not None:
             memory = f"{row.report.peak_bytes / GIB:.1f} C"
         text = settings_text(one, row.config.remat)
+        if row.report is not None:
+            text += f"; {row.report.step_seconds_modelled:.3f}s as compiled"
         lines.append(
             f"{number:2d} {mesh_text(one):26s} {total:7.3f}s {one.mfu:5.1%} {memory:>9s} "
             f"{one.state_bytes / GIB:7.1f} {one.parts['tensor'] / total:6.1%} "

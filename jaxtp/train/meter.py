@@ -4,10 +4,7 @@ import jax
 
 from jaxtp.compile.running_step import is_gpu, target_of
 from jaxtp.cost.flops import model_flops
-from jaxtp.cost.step_time import modelled_seconds
-from jaxtp.errors import BadUsage
 from jaxtp.hardware.clusters import Cluster
-from jaxtp.hardware.gpus import Target
 from jaxtp.rules.model_dims import ModelDims
 from jaxtp.train.pricing import step_price
 from jaxtp.train.setup import Setup
@@ -45,34 +42,9 @@ def modelled_line(setup: Setup) -> str:
     """
     config = setup.config
     target = Cluster.parse(config.target).smallest if config.target else target_of(setup.mesh)
-    seconds = modelled(setup, target)
+    seconds = float(step_price(config, target).total)
     share = _flops(setup) / (seconds * target.device.peak_flops * setup.mesh.devices.size)
     return f"{seconds * 1e3:,.3g} ms on {target}, MFU {share:.1%}, modelled from sizes alone"
-
-
-def modelled(setup: Setup, target: Target) -> float:
-    """Seconds of one step on a machine by the prices of `jaxtp search`.
-
-    A model that they do not describe is modelled without overlap and without data parallelism.
-
-    Args:
-        setup: The run.
-        target: The machine.
-    """
-    config = setup.config
-    try:
-        return float(step_price(config, target).total)
-    except BadUsage:
-        return modelled_seconds(
-            setup.plan,
-            ModelDims.of(setup.model),
-            target,
-            tokens=config.batch.size * config.seq_len,
-            seq=config.seq_len,
-            num_micro=config.batch.accumulation,
-            remat=config.remat,
-            dtype=setup.model.dtype,
-        )
 
 
 def _flops(setup: Setup) -> float:

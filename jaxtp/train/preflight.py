@@ -18,7 +18,7 @@ from jaxtp.cost.floor import plan_floor_bytes, stream_bytes
 from jaxtp.cost.flops import model_flops
 from jaxtp.cost.memory import state_bytes_per_device
 from jaxtp.cost.stage_balance import Work, compare, layer_work, table
-from jaxtp.cost.step_time import reduction_seconds
+from jaxtp.cost.tensor_time import reduction_seconds
 from jaxtp.errors import DoesNotFit, warn
 from jaxtp.hardware.clusters import Cluster
 from jaxtp.hardware.gpus import Target

@@ -1,6 +1,7 @@
 """A run as what the prices are made from: sizes, a strategy, and how jaxtp runs a step."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +14,6 @@ from jaxtp.cost.products import COMPILED_MEMORY_SHARE
 from jaxtp.cost.step import StepPrice, price
 from jaxtp.cost.strategy import AXES, ModelSizes, Strategy
 from jaxtp.cost.wire import Wires
-from jaxtp.errors import BadUsage
 from jaxtp.hardware.gpus import Target
 from jaxtp.models import Config as ModelConfig
 from jaxtp.models import LlamaConfig
@@ -30,9 +30,6 @@ def step_price(config: Config, target: Target) -> StepPrice:
     Args:
         config: Resolved settings.
         target: The machine.
-
-    Raises:
-        BadUsage: TP132, for experts, which are not priced.
     """
     sizes = sizes_of(model_of(config), config.seq_len)
     return price(sizes, strategy_of(config), wires_of(target), JAXTP)
@@ -50,9 +47,6 @@ def sizes_of(model: ModelConfig, seq: int) -> ModelSizes:
     Args:
         model: Its config.
         seq: Tokens of one sequence.
-
-    Raises:
-        BadUsage: TP132, for experts, which are not priced.
     """
     sizes = ModelSizes(
         layers=model.num_hidden_layers,
@@ -66,11 +60,19 @@ def sizes_of(model: ModelConfig, seq: int) -> ModelSizes:
     )
     if not isinstance(model, LlamaConfig):
         return dataclasses.replace(sizes, positions=model.max_position_embeddings)
+    experts: dict[str, Any] = {"ffn": model.intermediate_size}
     if model.num_experts:
-        raise BadUsage("experts are not priced", where="model", fix="a dense model")
+        width = model.moe_intermediate_size or model.intermediate_size
+        experts = {
+            "ffn": width,
+            "experts": model.num_experts,
+            "chosen": model.num_experts_per_tok,
+            "capacity": model.capacity_factor,
+            "shared_ffn": model.n_shared_experts * width,
+        }
     return dataclasses.replace(
         sizes,
-        ffn=model.intermediate_size,
+        **experts,
         kv_heads=model.num_key_value_heads,
         head_dim=model.head_dim,
         gated=True,
@@ -93,16 +95,16 @@ def fused_on(config: Config, strategies: Strategy) -> NDArray[np.bool_]:
     """
     s = strategies
     # What it depends on; more replicas and more micro-batches than two change nothing.
-    data = np.minimum(np.asarray(s.dp) * s.fsdp, 2)
-    asked = np.stack([s.tp, s.pp, data, np.minimum(s.micro_batches, 2), s.zero], axis=1)
+    data = np.minimum(np.asarray(s.dp) * s.fsdp * s.ep, 2)
+    asked = np.stack([s.tp, s.pp, s.cp, data, np.minimum(s.micro_batches, 2), s.zero], axis=1)
     rows, inverse = np.unique(asked, axis=0, return_inverse=True)
-    found = []
-    for tp, pp, replicas, accumulation, zero in rows.tolist():
-        mesh = dataclasses.replace(config.mesh, tp=tp, pp=pp, dp=replicas, fsdp=1)
+    found: list[bool] = []
+    for tp, pp, cp, replicas, accumulation, zero in rows.tolist():
+        mesh = dataclasses.replace(config.mesh, tp=tp, pp=pp, dp=replicas, fsdp=1, cp=cp)
         batch = dataclasses.replace(config.batch, accumulation=accumulation)
         stage = dataclasses.replace(config.zero, stage=zero)
         found.append(can_fuse(dataclasses.replace(config, mesh=mesh, batch=batch, zero=stage)))
-    return np.asarray(found)[inverse.reshape(-1)]
+    return np.asarray(found, np.bool_)[inverse.reshape(-1)]
 
 
 def strategy_of(config: Config) -> Strategy:

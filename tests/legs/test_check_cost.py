@@ -15,8 +15,9 @@ TELLING = [case for case in check_cost.CASES if "mesh.fsdp" in case[2] or "mesh.
 
 
 @pytest.mark.parametrize("case", TELLING, ids=lambda case: str(dict(case[2])))
-def test_memory_bytes_and_flops_are_those_of_the_compiled_step(case):
-    _, memory, wire, flops = check_cost.compare(*case)
+def test_memory_bytes_flops_and_seconds_are_those_of_the_compiled_step(case):
+    _, memory, wire, flops, step = check_cost.compare(*case)
     assert memory == pytest.approx(1, abs=0.1)
     assert wire == pytest.approx(1, abs=0.01)
     assert flops == pytest.approx(1, abs=0.01)
+    assert step == pytest.approx(1, abs=0.2)
