@@ -120,6 +120,16 @@ MODELS = {
         sliding_window=5,
         pad_token_id=0,
     ),
+    "qwen3_moe": transformers.Qwen3MoeConfig(
+        **ROTARY,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=16,
+        norm_topk_prob=True,
+    ),
 }
 """Family -> config."""
 

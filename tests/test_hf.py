@@ -34,7 +34,7 @@ from jaxtp.errors import (
 )
 from jaxtp.io import assemble
 from jaxtp.io.hf import load_hf, save_hf
-from jaxtp.io.hf.config import RUNTIME, read_fields, write_fields
+from jaxtp.io.hf.config import read_fields, runtime_of, write_fields
 from jaxtp.io.hf.files import read_folder
 from jaxtp.io.safetensors import read_box, read_header, write_file, write_order
 from jaxtp.mesh.build import make_mesh, plan_mesh
@@ -513,7 +513,9 @@ def test_rope_is_read_as_transformers_5_writes_it():
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_has_a_family(name):
     fields = json.loads(json.dumps(write_fields(PRESETS[name])))
-    assert read_fields(fields, name) == dataclasses.replace(PRESETS[name], **RUNTIME)
+    assert read_fields(fields, name) == dataclasses.replace(
+        PRESETS[name], **runtime_of(type(PRESETS[name]))
+    )
     assert fields["model_type"] == {"q": "qwen3", "g": "gpt2"}.get(name[0], "llama")
 
 

@@ -28,8 +28,13 @@ RUNTIME: dict[str, Any] = {
     "remat": "none",
     "lora": None,
     "attention_implementation": "xla",
+    "capacity_factor": 1.25,
+    "drop_tokens": False,
+    "router_aux_loss_coef": 0.0,
+    "router_z_loss_coef": 0.0,
 }
-"""Settings of how a model runs, not of what it computes; no part of a config.json."""
+"""Settings of how a model runs and is trained, not of what it computes; no part of a config.json.
+Not every config has all of them."""
 
 # Labels of the file, and limits and token ids for decoding.
 LABELS = (
@@ -110,7 +115,13 @@ def read_fields(fields: Fields, where: str) -> Config:
         raise refuse(where, f"fields are missing: {join(missing)}", "see the model's own file")
     values = {ours: given[theirs] for theirs, ours in family.fields.items()}
     values |= {**family.constants, **family.read(given, where)}
-    return cast(Config, config(**values, **RUNTIME))
+    return cast(Config, config(**values, **runtime_of(config)))
+
+
+def runtime_of(config: type[DecoderConfig]) -> dict[str, Any]:
+    """Of `RUNTIME` what configs of this class have."""
+    known = {field.name for field in dataclasses.fields(config)}
+    return {name: value for name, value in RUNTIME.items() if name in known}
 
 
 def _check_fields(fields: Fields, family: Family, config: type[DecoderConfig], where: str) -> None:
@@ -193,7 +204,7 @@ def write_fields(config: Config, prefer: str = "") -> dict[str, Any]:
     Raises:
         UnsupportedModel: TP096, if no family computes what this config does.
     """
-    plain = dataclasses.replace(config, **RUNTIME)
+    plain = dataclasses.replace(config, **runtime_of(type(config)))
     families = architecture_of(config).families
     for model_type in sorted(families, key=lambda name: name != prefer):
         family = families[model_type]

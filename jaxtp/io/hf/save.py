@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
 from jaxtp.errors import BadCheckpoint, BadConfig, PlanMismatch, join
-from jaxtp.io.hf.config import RUNTIME, read_fields, write_fields
+from jaxtp.io.hf.config import read_fields, runtime_of, write_fields
 from jaxtp.io.hf.files import CONFIG, Tensors, num_bytes, split_files, write_index
 from jaxtp.io.json_text import read_json
 from jaxtp.io.progress import byte_bar
@@ -135,7 +135,7 @@ def _fields(config: Config, like: str | Path | None) -> dict[str, Any]:
     where = Path(like) / CONFIG
     theirs = read_json(where)
     ours = write_fields(config, theirs.get("model_type", ""))
-    if read_fields(theirs, str(where)) != dataclasses.replace(config, **RUNTIME):
+    if read_fields(theirs, str(where)) != dataclasses.replace(config, **runtime_of(type(config))):
         raise BadConfig("another model", where=str(where), fix="like= a folder of this model")
     theirs.pop("dtype", None)  # the newer spelling of torch_dtype
     return theirs | {k: v for k, v in ours.items() if k not in theirs or k != "pad_token_id"}

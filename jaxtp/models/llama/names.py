@@ -56,6 +56,21 @@ QKV, GATE_UP = (
     "model.layers.{}.mlp.gate_up_proj.weight",
 )
 
+MIXTURE = "model.layers.{}.mlp"
+MIXTURE_NAMES = NAMES | {
+    "layers/mlp/router/kernel": Stored(f"{MIXTURE}.gate.weight", "e d -> d e"),
+    "layers/mlp/experts/gate_proj/kernel": Stored(
+        f"{MIXTURE}.experts.{{}}.gate_proj.weight", "f d -> d f"
+    ),
+    "layers/mlp/experts/up_proj/kernel": Stored(
+        f"{MIXTURE}.experts.{{}}.up_proj.weight", "f d -> d f"
+    ),
+    "layers/mlp/experts/down_proj/kernel": Stored(
+        f"{MIXTURE}.experts.{{}}.down_proj.weight", "d f -> f d"
+    ),
+}
+"""The same where a mixture of experts is stored as Qwen3 does."""
+
 FUSED_NAMES = NAMES | {
     "layers/self_attn/q_proj/kernel": Stored(QKV, "(n h) d -> d n h", part=0),
     "layers/self_attn/k_proj/kernel": Stored(QKV, "(k h) d -> d k h", part=1),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxtp.models.llama.config import LayerType, LlamaConfig
-from jaxtp.models.llama.names import FUSED_NAMES, NAMES
+from jaxtp.models.llama.names import FUSED_NAMES, MIXTURE_NAMES, NAMES
 from jaxtp.models.llama.published_rope import merge_rope, read_rope, write_rope
 from jaxtp.models.published import Family, Fields, refuse, refuse_contradiction
 
@@ -66,6 +66,12 @@ def _read_qwen(given: Fields, where: str) -> Fields:
     if types is None and window is not None:
         types = implied
     return {**_read(given, where), **_kinds(types, window, num_layers, where)}
+
+
+def _read_qwen_moe(given: Fields, where: str) -> Fields:
+    """The window, if in use, is in all layers."""
+    window = given["sliding_window"] if given["use_sliding_window"] else None
+    return {**_read(given, where), "sliding_window": window}
 
 
 def _read_gemma2(given: Fields, where: str) -> Fields:
@@ -163,6 +169,10 @@ def _write_qwen(config: LlamaConfig) -> Fields:
     if config.layer_types is not None:
         fields |= {"layer_types": _types(config)}
     return fields
+
+
+def _write_qwen_moe(config: LlamaConfig) -> Fields:
+    return {**write_rope(config), "use_sliding_window": config.sliding_window is not None}
 
 
 def _write_gemma2(config: LlamaConfig) -> Fields:
@@ -329,6 +339,21 @@ FAMILIES = {
         | {"num_local_experts": "num_experts", "num_experts_per_tok": "num_experts_per_tok"},
         defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6}
         | {"sliding_window": None, "num_local_experts": 8, "num_experts_per_tok": 2},
+    ),
+    "qwen3_moe": _family(
+        "Qwen3MoeForCausalLM",
+        names=MIXTURE_NAMES,
+        fields=WINDOW
+        | {name: name for name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size")}
+        | {"norm_topk_prob": "norm_topk_prob"},
+        defaults={"num_key_value_heads": 4, "sliding_window": 4096, "use_sliding_window": False}
+        | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+        | {"norm_topk_prob": False},
+        constants={"qk_norm": True},
+        # Layers with one MLP in place of experts.
+        harmless=NO_BIAS | {"decoder_sparse_step": 1, "mlp_only_layers": []},
+        read=_read_qwen_moe,
+        write=_write_qwen_moe,
     ),
 }
 """`model_type` -> family."""
