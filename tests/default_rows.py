@@ -34,7 +34,7 @@ DEFAULT_ROWS: dict[str, tuple[str, ...]] = {
     "test_optimizer_state_lies_where_the_stage_wants_it": ("0", "2"),
     "test_logits_equal_those_of_transformers": (
         "llama-2", "mistral-4", "qwen2-8", "qwen3-1", "gemma-8", "gemma2-2", "gemma3_text-4",
-        "phi3-8", "olmo2-2", "smollm3-4", "mixtral-8", "gpt2-4",
+        "phi3-8", "olmo2-2", "smollm3-4", "mixtral-8", "qwen3_moe-4", "gpt2-4",
     ),
     "test_greedy_tokens_are_those_of_transformers": (
         "qwen3-sizes3", "gemma3_text-sizes6", "gpt2-sizes11", "llama-sizes15",

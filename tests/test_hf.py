@@ -516,7 +516,8 @@ def test_every_preset_has_a_family(name):
     assert read_fields(fields, name) == dataclasses.replace(
         PRESETS[name], **runtime_of(type(PRESETS[name]))
     )
-    assert fields["model_type"] == {"q": "qwen3", "g": "gpt2"}.get(name[0], "llama")
+    found = {"q": "qwen3", "g": "gpt2", "m": "mixtral"}.get(name[0], "llama")
+    assert fields["model_type"] == {"qwen3-30b-a3b": "qwen3_moe"}.get(name, found)
 
 
 def test_a_mixture_of_families_has_no_config_json():
