@@ -20,7 +20,8 @@ from jaxtp.hardware.gpus import Target
 from jaxtp.inspect.pages.search_page import scatter
 from jaxtp.models import PRESETS
 from jaxtp.train.machine_sizes import largest_batch, smallest_machine
-from jaxtp.train.mesh_search import mesh_text, run_of, search
+from jaxtp.train.mesh_advice import mesh_text
+from jaxtp.train.mesh_search import run_of, search
 from jaxtp.train.pricing import sizes_of
 
 SIZES = ModelSizes(

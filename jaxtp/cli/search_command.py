@@ -19,7 +19,8 @@ from jaxtp.cost.ranking import GIB
 from jaxtp.errors import BadUsage
 from jaxtp.inspect.pages.search_page import search_html
 from jaxtp.train.machine_sizes import largest_batch, smallest_machine
-from jaxtp.train.mesh_search import Search, mesh_text, run_of
+from jaxtp.train.mesh_advice import mesh_text
+from jaxtp.train.mesh_search import Search, run_of
 from jaxtp.train.mesh_search import search as run_search
 
 MOST_GPUS = 4096
@@ -72,6 +73,7 @@ def search(
         )
     if largest:
         config = largest_batch(config, fixed=fixed)
+        fixed["batch.accumulation"] = "1"
     with _progress() as show:
         result = run_search(
             config,

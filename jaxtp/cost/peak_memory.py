@@ -40,8 +40,7 @@ class PeakMemory:
 
 
 ZERO_3_TABLE = 0.34
-"""Share of `Habits.table_bytes` that is held under ZERO 3, where the gradient is scattered. As
-compiled."""
+"""Share of `Habits.table_bytes` under ZeRO 3, where the gradient is scattered. As compiled."""
 
 
 def kept_bytes(model: ModelSizes, s: Strategy, habits: Habits) -> Number:

@@ -10,10 +10,11 @@ from jaxtp.config.presets import preset
 from jaxtp.config.settings import Batch, Config
 from jaxtp.cost.candidates import POLICIES, SETTINGS, candidates
 from jaxtp.cost.ranking import EQUAL_WITHIN, EXPECTED_ERROR, GIB, Candidate, Ranking, rank
-from jaxtp.cost.strategy import AXES
+from jaxtp.cost.strategy import AXES, ModelSizes
 from jaxtp.errors import BadUsage, DoesNotFit, JaxtpError, join
 from jaxtp.hardware.gpus import Target
 from jaxtp.models import LlamaConfig
+from jaxtp.train.mesh_advice import advice, mesh_text
 from jaxtp.train.planning import model_of
 from jaxtp.train.preflight import preflight_config
 from jaxtp.train.pricing import JAXTP, fused_on, sizes_of, wires_of
@@ -57,6 +58,7 @@ class Search:
         seq: Tokens of one sequence.
         rows: One entry a mesh, with the best settings for it.
         ranking: All candidates as arrays.
+        sizes: The model, as it is priced.
     """
 
     target: Target
@@ -65,6 +67,7 @@ class Search:
     seq: int
     rows: tuple[Found, ...]
     ranking: Ranking
+    sizes: ModelSizes
 
     @property
     def best(self) -> Found:
@@ -194,6 +197,7 @@ def search(
         seq=config.seq_len,
         rows=tuple(rows[:limit]),
         ranking=ranking,
+        sizes=sizes,
     )
 
 
@@ -270,7 +274,7 @@ def _fields(fixed: Mapping[str, Any]) -> dict[str, int]:
             values[SETTINGS[name]] = words[text] if text in words else int(text)
         except ValueError:
             raise BadUsage(
-                f"{name}={value}", where="fix", fix="a number, or a word that the setting knows"
+                f"{name}={value}", where="fix", fix=f"a number, or one of {join(words, 20)}"
             ) from None
     return values
 
@@ -284,17 +288,6 @@ def chosen(config: Config) -> dict[str, int | str | bool]:
             value = getattr(value, part)
         found[name] = value
     return found
-
-
-def mesh_text(candidate: Candidate) -> str:
-    """The axes of a candidate that have more than one device.
-
-    >>> mesh_text(Candidate(settings={"dp": 2, "tp": 4}, seconds=1, parts={},
-    ...     mfu=0, memory_bytes=0, state_bytes=0, fits=True))
-    'dp=2 tp=4'
-    """
-    sizes = {axis: candidate.settings.get(axis, 1) for axis in AXES}
-    return " ".join(f"{a}={n}" for a, n in sizes.items() if n > 1) or "one device"
 
 
 def settings_text(candidate: Candidate, remat: str) -> str:
@@ -346,27 +339,6 @@ def _foot(result: Search) -> tuple[str, ...]:
         "",
         "memory in GiB per GPU, C: compiled, not modelled; state: parameters, gradients, moments; "
         "tp, data, bubble: shares of the step that wait for them",
-        *advice(result),
+        *advice(result.ranking, result.sizes, result.target, result.rows[0].candidate),
     ]
     return tuple(lines)
-
-
-def advice(result: Search) -> list[str]:
-    """Sentences on the links that the best mesh's axes use, and on what a network would change."""
-    one, wires = result.rows[0].candidate, wires_of(result.target)
-    lines: list[str] = []
-    inner = 1
-    for axis in reversed(AXES):
-        size = one.settings.get(axis, 1)
-        if size > 1:
-            where = "inside the NVLink domain" if inner * size <= wires.domain else (
-                f"over the network, {wires.network / 1e9:,.0f} GB/s a GPU in practice"
-            )  # fmt: skip
-            lines.append(f"{axis}={size}: {where}")
-        inner *= size
-    if one.settings["tp"] > 1 and result.target.num_devices > wires.domain:
-        lines.append(
-            f"tp stays within {wires.domain} GPUs: its messages are sent {2 * 2} times a layer and "
-            "nothing waits behind them; fsdp, dp and pp send less often"
-        )
-    return lines

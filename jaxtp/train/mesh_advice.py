@@ -1,0 +1,113 @@
+"""What a search tells beside its table: links, what a slower network would change, what to try."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from jaxtp.cost.ranking import EQUAL_WITHIN, Candidate, Ranking, rank
+from jaxtp.cost.strategy import AXES, ModelSizes
+from jaxtp.cost.wire import Wires
+from jaxtp.hardware.gpus import Target
+from jaxtp.mesh.axes import Axis
+from jaxtp.train.pricing import JAXTP, wires_of
+
+SLOWER = 4
+"""The network of the question "what would a slower network change": so many times slower."""
+
+TELLING_SHARE = 0.1
+"""A part of the step that is worth a sentence."""
+
+REMEDIES = {
+    "tensor": "tp messages: a smaller mesh.tp, or communication.sequence_parallel",
+    "bubble": "stages that wait: a larger batch.accumulation, or pipeline.rounds",
+    "gathers": "gathers of parameters: a larger micro-batch, so that fewer of them are needed, or "
+    "zero.stage = 2 where the memory allows",
+    "gradients": "the gradients' reduction: a larger batch, or fewer replicas by a larger mesh.tp",
+    "experts": "tokens on their way to experts: a smaller mesh.ep, or a smaller capacity_factor",
+    "context": "keys and values along cp: a smaller mesh.cp",
+    "optimizer": "the update: zero.stage = 1",
+}
+"""Part of a step -> what makes it smaller."""
+
+
+def advice(ranking: Ranking, sizes: ModelSizes, target: Target, first: Candidate) -> list[str]:
+    """Sentences on the first mesh of a ranking.
+
+    Args:
+        ranking: All candidates.
+        sizes: The model.
+        target: The machine.
+        first: The candidate of the table's first row.
+    """
+    wires = wires_of(target)
+    return [
+        *_links(first, wires),
+        *_tensor(first, sizes, wires),
+        *_slower(ranking, sizes, target, first),
+        *_remedies(first),
+    ]
+
+
+def _links(first: Candidate, wires: Wires) -> Iterator[str]:
+    inner = 1
+    for axis in reversed(AXES):
+        size = first.settings.get(axis, 1)
+        if size > 1 and inner * size <= wires.domain:
+            yield f"{axis}={size}: inside an NVLink domain of {wires.domain} GPUs"
+        elif size > 1:
+            rate = f"{wires.network / 1e9:,.0f} GB/s a GPU sustained"
+            yield f"{axis}={size}: over the network, {rate}"
+        inner *= size
+
+
+def _tensor(first: Candidate, sizes: ModelSizes, wires: Wires) -> Iterator[str]:
+    """Why tp ends at the NVLink domain."""
+    tp = first.settings[Axis.TP]
+    if tp == 1 or math.prod(first.settings[axis] for axis in AXES) <= wires.domain:
+        return
+    size = 2.0 * first.settings["micro_batch"] * sizes.seq / first.settings[Axis.CP] * sizes.hidden
+    inside = float(wires.seconds("all-reduce", size, tp, 1))
+    across = float(wires.seconds("all-reduce", size, 2 * wires.domain, 1))
+    yield (
+        f"tp stays inside NVLink: a layer waits for 4 all-reduces of {size / 2**20:,.0f} MiB a "
+        f"micro-batch, {inside * 1e3:.2f} ms each with tp={tp}, {across * 1e3:.2f} ms over two "
+        "domains; fsdp, dp and pp send less often"
+    )
+
+
+def _slower(ranking: Ranking, sizes: ModelSizes, target: Target, first: Candidate) -> Iterator[str]:
+    """What the same search finds on a slower network."""
+    if target.num_devices <= wires_of(target).domain:
+        return
+    nic = target.device.nic_bandwidth / SLOWER
+    slow = dataclasses.replace(target, device=dataclasses.replace(target.device, nic_bandwidth=nic))
+    memory = target.device.memory_bytes
+    again = rank(sizes, ranking.strategies, wires_of(slow), JAXTP, memory_bytes=memory)
+    best = again.candidate(int(again.order[0]))
+    same = np.flatnonzero(ranking.seconds == first.seconds)
+    then = float(again.seconds[same].min())
+    gbps = nic * 8 / 1e9
+    text = f"on a network of {gbps:,.0f} Gbit/s a GPU this mesh would take {then:,.3f} s"
+    if best.fits and then > best.seconds * (1 + EQUAL_WITHIN):
+        text += f", and {mesh_text(best)} would be first with {best.seconds:,.3f} s"
+    yield f"{text} (--network {gbps:.0f}gbps)"
+
+
+def _remedies(first: Candidate) -> Iterator[str]:
+    """What to try first, where one part of the step stands out."""
+    part = max(REMEDIES, key=lambda name: first.parts[name])
+    if (share := first.parts[part] / first.seconds) >= TELLING_SHARE:
+        yield f"to try first: {share:.0%} of the step waits for {REMEDIES[part]}"
+
+
+def mesh_text(candidate: Candidate) -> str:
+    """The axes of a candidate that have more than one device.
+
+    >>> mesh_text(Candidate(settings={"dp": 2, "tp": 4}, seconds=1, parts={},
+    ...     mfu=0, memory_bytes=0, state_bytes=0, fits=True))
+    'dp=2 tp=4'
+    """
+    sizes = {axis: candidate.settings.get(axis, 1) for axis in AXES}
+    return " ".join(f"{a}={n}" for a, n in sizes.items() if n > 1) or "one device"
