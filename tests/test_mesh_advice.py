@@ -20,7 +20,7 @@ def test_each_axis_has_its_links_and_tp_a_reason_to_stay_inside_nvlink():
     assert said[1] == "fsdp=2: over the network, 25 GB/s a GPU sustained"
     assert said[2].startswith("tp stays inside NVLink: a layer waits for 4 all-reduces of ")
     inside, across = (float(found) for found in re.findall(r"([\d.]+) ms", said[2]))
-    assert across > 3 * inside
+    assert across > inside
 
 
 def test_a_slower_network_is_priced_only_where_there_is_one():
