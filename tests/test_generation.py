@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import rounding
 from jax.sharding import PartitionSpec as P
 
 import jaxtp
@@ -19,6 +20,8 @@ from jaxtp.generation import run
 from jaxtp.generation.sampling import Sampling, argmax, choose, threshold
 from jaxtp.io.hf import load_hf
 from jaxtp.mesh.build import make_mesh
+from jaxtp.models import cache
+from jaxtp.models.attention import attend
 from jaxtp.models.registry import FAMILIES
 
 FIXTURES = Path(__file__).parent / "fixtures" / "hf"
@@ -73,6 +76,25 @@ def test_log_probabilities_are_those_of_the_whole_sequence(llama):
         nats = jax.nn.log_softmax(logits)[len(prompt) - 1 : -1]
         want = nats[np.arange(5), np.array(answer.tokens)]
         np.testing.assert_allclose(answer.log_probabilities, want, atol=1e-4)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_long_prompts_attend_in_blocks_to_the_same(monkeypatch, window):
+    """Also where only some layers have the window, and scores a soft cap."""
+    monkeypatch.setattr(cache, "QUERY_BLOCK", 8)
+    keys = jax.random.split(jax.random.key(0), 3)
+    q, k, v = (
+        jax.random.normal(key, (2, 32, heads, 4))
+        for key, heads in zip(keys, (6, 2, 2), strict=True)
+    )
+    segments = (jnp.arange(32)[None] >= jnp.array([[3], [20]])).astype(jnp.int32)
+    for has_window in (None, True, False) if window else (None,):
+        for softcap in (None, 2.0):
+            options = {"scale": 0.3, "softcap": softcap}
+            options["has_window"] = None if has_window is None else jnp.array(has_window)
+            got = cache.in_blocks(q, k, v, segments, window, **options)
+            want = attend(q, k, v, segments, "xla", window, **options)
+            rounding.assert_close(got, want, terms=32 + 4)
 
 
 def test_the_same_key_draws_the_same_tokens_on_every_mesh(llama):

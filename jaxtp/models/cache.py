@@ -14,7 +14,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtp.activations.by_name import constrain
-from jaxtp.models.attention import attend
+from jaxtp.models.attention import attend, capped_attention
+
+LONGEST_AT_ONCE = 1024
+"""Tokens of a prompt up to which all scores are computed at once."""
+
+QUERY_BLOCK = 256
+"""Queries at a time above that; prompts that long are padded to a multiple of it."""
 
 
 class Cache(NamedTuple):
@@ -64,7 +70,10 @@ class LayerCache:
         token there may be several copies a row, see `Decoder.extend`.
         """
         options: dict[str, Any] = {"has_window": has_window, "scale": scale, "softcap": softcap}
-        if q_BTNH.shape[1] > 1:
+        long = q_BTNH.shape[1] > LONGEST_AT_ONCE and implementation == "xla"
+        if long and segment_ids_BT is not None:
+            out_BTNH = in_blocks(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, window, **options)
+        elif q_BTNH.shape[1] > 1:
             out_BTNH = attend(
                 q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, implementation, window, **options
             )
@@ -135,6 +144,46 @@ class LayerCache:
         out_BKGH += own_BKG1 / total_BKG1 * own_BKH[:, :, None].astype(jnp.float32)
         out_BTNH = out_BKGH.astype(values_BKSH.dtype).reshape(q_BTNH.shape)
         return constrain(out_BTNH, "heads", units)
+
+
+def in_blocks(
+    q_BTNH: jax.Array,
+    k_BTKH: jax.Array,
+    v_BTKH: jax.Array,
+    segment_ids_BT: jax.Array,
+    window: int | None,
+    *,
+    has_window: jax.Array | None,
+    scale: float | None,
+    softcap: float | None,
+) -> jax.Array:
+    """As `jaxtp.models.attention.attend`, without gradients: scores of some queries at a time.
+
+    Scores of a prompt with itself are fp32 (batch, heads, tokens, tokens): 16 prompts of 8,192
+    tokens at 8 heads a device have 34 GB of them, and a block of queries 1 GB.
+    """
+    batch, num_tokens = q_BTNH.shape[:2]
+    units = (k_BTKH.shape[2], q_BTNH.shape[2] // k_BTKH.shape[2])
+    k_BTKH, v_BTKH = constrain(k_BTKH, "kv_heads"), constrain(v_BTKH, "kv_heads")
+    q_BTNH = constrain(q_BTNH, "heads", units)
+
+    def block(first: jax.Array) -> jax.Array:
+        q_BCNH = jax.lax.dynamic_slice_in_dim(q_BTNH, first, QUERY_BLOCK, axis=1)
+        own_BC = jax.lax.dynamic_slice_in_dim(segment_ids_BT, first, QUERY_BLOCK, axis=1)
+        behind_CT = (first + jnp.arange(QUERY_BLOCK))[:, None] - jnp.arange(num_tokens)[None]
+        seen_CT = behind_CT >= 0
+        if window is not None:
+            near_CT = behind_CT < window
+            seen_CT &= near_CT if has_window is None else near_CT | ~has_window
+        mask_BCT = (own_BC[:, :, None] == segment_ids_BT[:, None]) & seen_CT[None]
+        q_BCNH = constrain(q_BCNH, "heads", units)
+        out_BCNH = capped_attention(
+            q_BCNH, k_BTKH, v_BTKH, softcap=softcap, mask=mask_BCT[:, None], scale=scale
+        )
+        return constrain(out_BCNH, "heads", units)
+
+    blocks = jax.lax.map(block, jnp.arange(0, num_tokens, QUERY_BLOCK))
+    return blocks.swapaxes(0, 1).reshape(batch, num_tokens, *q_BTNH.shape[2:])
 
 
 def scan_cached(
