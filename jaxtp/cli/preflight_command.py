@@ -12,6 +12,7 @@ from jaxtp.config.files import load
 from jaxtp.config.presets import preset
 from jaxtp.config.settings import Communication, Config
 from jaxtp.errors import BadUsage
+from jaxtp.generation.preflight import Workload, preflight_generation
 from jaxtp.inspect.pages import see_tp_plan
 from jaxtp.train.preflight import preflight_config
 
@@ -66,13 +67,17 @@ def preflight(
     attention: str = "auto",
     optimizer: str = "adamw",
     communication: Communication = AS_USUAL,
+    generate: bool = False,
+    context: int = 8192,
+    new_tokens: int = 256,
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
     html: Annotated[str, tyro.conf.arg(aliases=("--page",))] = "",
     time_limit: float = 900.0,
 ) -> None:
     """Compile a train step for GPUs that are not there, and say what it will do.
 
-    The step is that of a config file, as `jaxtp train` would run it, or that of a preset.
+    The step is that of a config file, as `jaxtp train` would run it, or that of a preset. With
+    `--generate` it is generation by a preset instead: prompts into a cache, and tokens out of it.
 
     Args:
         config: A config file: JSON, TOML or YAML. It says all about the run; sizes below are for
@@ -88,10 +93,34 @@ def preflight(
         attention: Kernel of attention: auto, cudnn or xla.
         optimizer: Any function of optax that takes a learning rate; sgd keeps no state.
         communication: How the compiler is to treat communication.
+        generate: Compile generation: memory, largest batch and context, tokens/s against the floor.
+        context: With it, tokens of a prompt and its answer.
+        new_tokens: With it, how many of them are the answer's.
         as_json: Print the report as data.
         html: Also write a page with a heat map and the schedule as a timeline.
         time_limit: Seconds that the compiler may take.
     """
+    if generate:
+        if config or not model or html:
+            raise BadUsage(
+                "generation is compiled for a preset, and has no page",
+                fix="jaxtp preflight --generate --model llama3-70b --tp 8 --batch 16 --context "
+                "8192 --target h200:1x8",
+            )
+        work = Workload(
+            model=model,
+            tp=tp,
+            batch=batch,
+            context=context,
+            new_tokens=new_tokens,
+            layers=layers,
+        )
+        with seconds_line(f"compiling {model}") as show:
+            found = preflight_generation(
+                work, target or "h100:1x8", time_limit=time_limit, on_progress=show
+            )
+        print(found.to_json() if as_json else found)
+        return
     sizes = PresetSizes(tp, batch, seq, layers, remat, param_dtype, attention, optimizer)
     if bool(config) == bool(model) or (config and (sizes, communication) != USUAL):
         raise BadUsage(

@@ -175,18 +175,17 @@ def _written(body: Computation) -> int:
 
 
 def _read(body: Computation) -> int:
-    total = 0
-    for parameter in body:
-        if parameter.opcode != "parameter":
-            continue
-        users = _through_bitcasts(body, parameter)
-        sliced = [u for u in users if u.opcode in ("dynamic-slice", "slice", "gather")]
-        updated = [u for u in users if u.opcode == "dynamic-update-slice"]
-        if users and len(sliced) + len(updated) == len(users):
-            total += sum(user.num_bytes for user in sliced)
-        else:
-            total += parameter.num_bytes
-    return total
+    return sum(parameter_bytes(body, one) for one in body if one.opcode == "parameter")
+
+
+def parameter_bytes(body: Computation, parameter: Instruction) -> int:
+    """Bytes that a fusion reads of one of its parameters: of what it only slices, the slices."""
+    users = _through_bitcasts(body, parameter)
+    sliced = [u for u in users if u.opcode in ("dynamic-slice", "slice", "gather")]
+    updated = [u for u in users if u.opcode == "dynamic-update-slice"]
+    if users and len(sliced) + len(updated) == len(users):
+        return sum(user.num_bytes for user in sliced)
+    return parameter.num_bytes
 
 
 def _through_bitcasts(body: Computation, instruction: Instruction) -> list[Instruction]:

@@ -124,24 +124,25 @@ class LayerCache:
             return scores if softcap is None else softcap * jnp.tanh(scores / softcap)
 
         slots_S = jnp.arange(num_slots)
-        seen_BS = (slots_S[None] >= self.first_B[:, None]) & (slots_S < self.slot)[None]
+        seen_BS = (slots_S[None] >= self.first_B[:, None]) & (slots_S <= self.slot)[None]
         if window is not None:
             near_S = slots_S > self.slot - window
             seen_BS &= (near_S if has_window is None else near_S | ~has_window)[None]
         scores_BKGS = scored("bkgh,bksh->bkgs", keys_BKSH)
-        scores_BKGS = jnp.where(seen_BS[:, None, None], scores_BKGS, jnp.finfo(jnp.float32).min)
+        is_own_S = (slots_S == self.slot)[None, None, None]
         own_BKG1 = scored("bkgh,bkh->bkg", own_BKH)[..., None]
-        most_BKG1 = jnp.maximum(jnp.max(scores_BKGS, axis=-1, keepdims=True), own_BKG1)
-        weights_BKGS, own_BKG1 = jnp.exp(scores_BKGS - most_BKG1), jnp.exp(own_BKG1 - most_BKG1)
-        total_BKG1 = jnp.sum(weights_BKGS, axis=-1, keepdims=True) + own_BKG1
+        scores_BKGS = jnp.where(is_own_S, own_BKG1, scores_BKGS)
+        scores_BKGS = jnp.where(seen_BS[:, None, None], scores_BKGS, jnp.finfo(jnp.float32).min)
+        weights_BKGS = jax.nn.softmax(scores_BKGS, axis=-1).astype(values_BKSH.dtype)
+        own_BKG1 = jax.lax.dynamic_slice_in_dim(weights_BKGS, self.slot, 1, axis=-1)
         out_BKGH = jnp.einsum(
             "bkgs,bksh->bkgh",
-            (weights_BKGS / total_BKG1).astype(values_BKSH.dtype),
+            jnp.where(is_own_S, jnp.zeros((), weights_BKGS.dtype), weights_BKGS),
             values_BKSH,
             preferred_element_type=jnp.float32,
         )
         own_BKH = constrain(v_BTKH, "kv_heads")[:, 0].astype(values_BKSH.dtype)
-        out_BKGH += own_BKG1 / total_BKG1 * own_BKH[:, :, None].astype(jnp.float32)
+        out_BKGH += own_BKG1.astype(jnp.float32) * own_BKH[:, :, None].astype(jnp.float32)
         out_BTNH = out_BKGH.astype(values_BKSH.dtype).reshape(q_BTNH.shape)
         return constrain(out_BTNH, "heads", units)
 

@@ -1,0 +1,430 @@
+"""Generation compiled for GPUs that are not there: does it fit, and how fast may it be.
+
+Prefill and decode are two programs; the second is that of `jaxtp.generate`, one token of every row.
+The floor of a token is what no program can do without: every weight but the token table once, the
+cache once, and two all-reduces a layer, at the rates that the same model of the hardware gives.
+"""
+
+import dataclasses
+import functools
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+
+from jaxtp import models
+from jaxtp.compile.analysis import analyse
+from jaxtp.compile.collectives import find
+from jaxtp.compile.compiler import Program, compile_for
+from jaxtp.compile.hlo import parse
+from jaxtp.compile.options import PREFLIGHT, CompileOptions, probe
+from jaxtp.compile.report import Report
+from jaxtp.compile.schedule import MEMORY_SHARE
+from jaxtp.compile.traffic import Traffic, traffic
+from jaxtp.errors import BadConfig, BadTarget, DoesNotFit
+from jaxtp.generation.programs import (
+    READ_ONCE,
+    Progress,
+    Setting,
+    prompt_program,
+    token_program,
+)
+from jaxtp.generation.sampling import Sampling
+from jaxtp.hardware.gpus import Target
+from jaxtp.mesh.build import plan_mesh
+from jaxtp.models.cache import Cache
+from jaxtp.placement.arrays import shard
+from jaxtp.plan.decisions import Plan
+from jaxtp.plan.trees import Spec, itemsize, partition_spec
+from jaxtp.rules.planner import make_plan
+
+GIB = 2**30
+ENTRY = "jaxtp.generation.preflight:program_on_target"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """What is asked of a model.
+
+    Attributes:
+        model: A preset, such as llama3-70b.
+        tp: Devices along the tensor axis; what is left of the target is dp.
+        batch: Rows, over all replicas.
+        context: Tokens of a prompt and its answer: slots of the cache.
+        new_tokens: How many of them are the answer's.
+        layers: Layers to compile; 0 is all of them.
+        dtype: Type of weights, activations and cache.
+        temperature: 0 takes the likeliest token.
+        top_k: As in `jaxtp.generate`.
+        top_p: Likewise.
+    """
+
+    model: str
+    tp: int = 8
+    batch: int = 16
+    context: int = 8192
+    new_tokens: int = 256
+    layers: int = 0
+    dtype: str = "bfloat16"
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        problems = {
+            "tp": self.tp < 1,
+            "batch": self.batch < 1,
+            "new_tokens": self.new_tokens < 1,
+            "context": self.context <= self.new_tokens,
+        }
+        for name, is_wrong in problems.items():
+            if is_wrong:
+                raise BadConfig(
+                    f"{name} is {getattr(self, name)}",
+                    where=name,
+                    fix="1 or more; a context has the prompt beside its new tokens",
+                )
+
+    @property
+    def config(self) -> models.Config:
+        """The model's."""
+        found = models.config_of(self.model)
+        types = {"param_dtype": self.dtype, "dtype": self.dtype}
+        layers = self.layers or found.num_hidden_layers
+        return dataclasses.replace(found, num_hidden_layers=layers, **types)
+
+    def plan(self, num_devices: int, mesh: Mesh | None = None) -> Plan:
+        """The plan on so many devices.
+
+        Raises:
+            BadTarget: TP116, if tp does not divide them, or the replicas do not divide the batch.
+        """
+        dp, rest = divmod(num_devices, self.tp)
+        if rest or self.batch % dp:
+            raise BadTarget(
+                f"{num_devices} devices and {self.batch} rows with tp={self.tp}",
+                where="tp",
+                fix="tp divides the devices, and what is left of them divides the batch",
+            )
+        sizes = {"dp": dp, "tp": self.tp} if dp > 1 else {"tp": self.tp}
+        config = self.config
+        return make_plan(models.abstract(config), mesh or sizes, config=config, pad_vocab=True)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Phase:
+    """One compiled program.
+
+    Attributes:
+        report: Memory and collectives.
+        traffic: What one device reads and writes, and the modelled seconds.
+    """
+
+    report: Report
+    traffic: Traffic
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GenerationReport:
+    """What generation on one target will do. Bytes are those of one device.
+
+    Attributes:
+        workload: What was asked.
+        target: Of what machine, as text.
+        plan: Where parameters lie.
+        weight_bytes: Of the parameters.
+        table_bytes: The part of them that a token reads a row of: an untied token table.
+        cache_bytes: Of the cache.
+        card_bytes: Memory of one GPU.
+        prefill: Prompts into the cache, and the first token.
+        decode: One more token of every row.
+        floor_bytes: What a token must read.
+        floor_seconds: What a token must take, see the module.
+        largest_batch: Rows that fit at this context, by the compiled peak's own growth.
+        largest_context: Tokens that fit at this batch, likewise.
+    """
+
+    workload: Workload
+    target: str
+    plan: Plan
+    weight_bytes: int
+    table_bytes: int
+    cache_bytes: int
+    card_bytes: int
+    prefill: Phase
+    decode: Phase
+    floor_bytes: float
+    floor_seconds: float
+    largest_batch: int
+    largest_context: int
+
+    @property
+    def read_ratio(self) -> float:
+        """Bytes of weights and cache that a token reads over what it must read of them."""
+        return self.decode.traffic.stored_bytes / self.floor_bytes
+
+    @property
+    def time_ratio(self) -> float:
+        """Modelled seconds of a token over its floor."""
+        return self.decode.traffic.seconds / self.floor_seconds
+
+    @property
+    def rest_ratio(self) -> float:
+        """Peak of decoding over weights and cache."""
+        return self.decode.report.peak_bytes / (self.weight_bytes + self.cache_bytes)
+
+    def to_json(self) -> str:
+        """Everything as JSON text, reports included."""
+        traffic = {p: dataclasses.asdict(getattr(self, p).traffic) for p in ("prefill", "decode")}
+        reports = {p: getattr(self, p).report.to_dict() for p in ("prefill", "decode")}
+        plain = ("weight_bytes", "cache_bytes", "card_bytes", "floor_bytes", "floor_seconds")
+        more = ("largest_batch", "largest_context", "read_ratio", "time_ratio", "rest_ratio")
+        data = {
+            "target": self.target,
+            "workload": dataclasses.asdict(self.workload),
+            **{name: getattr(self, name) for name in (*plain, *more)},
+            "traffic": traffic,
+            "reports": reports,
+        }
+        return json.dumps(data, indent=1)
+
+    def __str__(self) -> str:
+        asked, decode, prefill = self.workload, self.decode, self.prefill
+        step = decode.traffic.seconds
+        prompt = asked.context - asked.new_tokens
+        card = self.card_bytes / GIB
+
+        def memory(phase: Phase) -> str:
+            peak = phase.report.peak_bytes
+            rest = peak - self.weight_bytes - self.cache_bytes
+            verdict = "fits" if phase.report.fits else "DOES NOT FIT"
+            return (
+                f"peak {peak / GIB:.2f} of {card:.2f} GiB per GPU, {verdict}: weights "
+                f"{self.weight_bytes / GIB:.2f}, cache {self.cache_bytes / GIB:.2f}, rest "
+                f"{rest / GIB:.2f}"
+            )
+
+        lines = [
+            f"generation    {asked.model} on {self.target}, {self.plan.mesh}, {asked.batch} rows, "
+            f"{prompt} + {asked.new_tokens} tokens, {asked.dtype}",
+            f"largest       {self.largest_batch} rows at this context; "
+            f"{self.largest_context:,} tokens at this batch",
+            f"prefill       {memory(prefill)}",
+            f"              {prefill.traffic.seconds * 1e3:,.1f} ms modelled, "
+            f"{asked.batch * prompt / prefill.traffic.seconds:,.0f} tokens/s",
+            *_collectives(prefill.report),
+            f"decode        {memory(decode)}",
+            f"              {step * 1e3:,.3f} ms a token modelled, {self.time_ratio:.3f}x the "
+            f"floor of {self.floor_seconds * 1e3:,.3f}; {asked.batch / step:,.0f} tokens/s in all",
+            f"              reads {decode.traffic.stored_bytes / GIB:.3f} GiB stored, "
+            f"{self.read_ratio:.3f}x the floor, and {decode.traffic.passed_bytes / GIB:.3f} GiB of "
+            f"what it has just written; {decode.traffic.collective_seconds * 1e3:,.3f} ms are "
+            "collectives",
+            *_collectives(decode.report),
+            "note          modelled: instructions one after the other, memory at "
+            f"{MEMORY_SHARE:.0%} of its bandwidth, collectives as NCCL was measured",
+        ]
+        return "\n".join(lines)
+
+
+def _collectives(report: Report) -> list[str]:
+    return [
+        f"  {row.count:>5} x     {row.kind} along {' x '.join(row.axes)}, {row.dtype} "
+        f"{row.num_bytes / 1024:,.1f} KiB  {row.site}"
+        for row in report.collectives
+    ]
+
+
+def preflight_generation(
+    workload: Workload,
+    target: Target | str,
+    *,
+    entry: str = ENTRY,
+    time_limit: float = 900.0,
+    on_progress: Callable[[float], None] = lambda _: None,
+) -> GenerationReport:
+    """Compiles prefill and decode for a machine that is not there, and says what they will do.
+
+    Args:
+        workload: What is asked of which model.
+        target: The machine, e.g. `h200:1x8`.
+        entry: What makes a program from mesh, settings and phase, `module:function`; another one
+            than `program_on_target` is held to the same floor.
+        time_limit: Seconds that the compiler may take for each program.
+        on_progress: Called a few times a second with the seconds so far.
+
+    Raises:
+        DoesNotFit: TP114, before compiling, if weights and cache alone are larger than a GPU.
+        BadTarget: TP116, for a malformed target or one that does not fit tp and batch.
+        JaxtpError: whatever `make_plan` and the compiler raise.
+    """
+    machine = Target.parse(target) if isinstance(target, str) else target
+    plan, config = workload.plan(machine.num_devices), workload.config
+    weights, cache = plan.bytes_per_device, cache_bytes(workload, plan)
+    card = machine.device.memory_bytes
+    if weights + cache > card:
+        most = max(card - weights, 0) * workload.batch * workload.context // cache
+        raise DoesNotFit(
+            f"weights take {weights / GIB:,.1f} GiB and the cache {cache / GIB:,.1f} GiB of each "
+            f"GPU; {machine.device.name} has {card / GIB:,.1f}",
+            where="tp",
+            fix=f"a larger tp, or batch x context of {most:,} tokens at most",
+        )
+    phases = {
+        phase: _compiled(workload, phase, plan, machine, entry, time_limit, on_progress)
+        for phase in ("prefill", "decode")
+    }
+    table = 0 if getattr(config, "tie_word_embeddings", True) else _table_bytes(plan)
+    floor = float(weights - table + cache)
+    message = workload.batch // plan.mesh.ways(plan.mesh.batch) * config.hidden_size
+    group = [tuple(range(plan.mesh.tp_size))]
+    reduced = machine.collective_seconds("all-reduce", message * itemsize(config.dtype), group)
+    waits = 2 * config.num_hidden_layers * reduced if plan.mesh.tp_size > 1 else 0.0
+    bandwidth = MEMORY_SHARE * machine.device.hbm_bandwidth
+    fixed = max(p.report.peak_bytes for p in phases.values()) - cache
+    # Temporaries of a prompt grow with its rows and tokens, as the cache does.
+    growing = max(fixed - weights, 0) + cache
+    room = (card - weights) / growing
+    return GenerationReport(
+        workload=workload,
+        target=str(machine),
+        plan=plan,
+        weight_bytes=weights,
+        table_bytes=table,
+        cache_bytes=cache,
+        card_bytes=card,
+        prefill=phases["prefill"],
+        decode=phases["decode"],
+        floor_bytes=floor,
+        floor_seconds=floor / bandwidth + waits,
+        largest_batch=int(workload.batch * room),
+        largest_context=int(workload.context * room),
+    )
+
+
+def cache_bytes(workload: Workload, plan: Plan) -> int:
+    """Bytes of the cache on one device."""
+    config = workload.config
+    heads = config.num_key_value_heads
+    rows = workload.batch // plan.mesh.ways(plan.mesh.batch)
+    own = heads // plan.mesh.ways(planned_cache(config, plan)[2])
+    slots = config.num_hidden_layers * rows * workload.context
+    return 2 * slots * own * config.head_dim * itemsize(config.dtype)
+
+
+def _table_bytes(plan: Plan) -> int:
+    return sum(d.bytes_per_device(plan.mesh) for d in plan.decisions if "embed" in d.path)
+
+
+def _compiled(
+    workload: Workload,
+    phase: str,
+    plan: Plan,
+    machine: Target,
+    entry: str,
+    time_limit: float,
+    on_progress: Callable[[float], None],
+) -> Phase:
+    mesh = dict(plan.mesh.sizes)
+    settings = json.dumps(dataclasses.asdict(workload))
+    program = Program(mesh=mesh, entry=entry, keywords={"settings": settings, "phase": phase})
+    asked: Mapping[str, Any] = READ_ONCE if phase == "decode" else {}
+    used: CompileOptions = probe({**PREFLIGHT, **asked})
+    compiled = compile_for(
+        program, machine, used.options, time_limit=time_limit, on_progress=on_progress
+    )
+    report = analyse(
+        compiled.text,
+        compiled.memory,
+        machine,
+        mesh,
+        tensor_axes=plan.mesh.tp,
+        options=used,
+        compile_seconds=compiled.seconds,
+    )
+    module = parse(compiled.text)
+    return Phase(report=report, traffic=traffic(module, find(module, mesh), machine))
+
+
+def program_on_target(
+    mesh: Mesh,
+    settings: str,
+    phase: str,
+    *,
+    constrained: bool = True,
+    cache_spec: Callable[[Plan], Spec] | None = None,
+) -> tuple[Any, tuple[Any, ...]]:
+    """A jitted program and its arguments as structs; runs in the compiler's process.
+
+    Args:
+        mesh: The target's devices, on the axes of the plan.
+        settings: A `Workload` as JSON text.
+        phase: "prefill" or "decode".
+        constrained: Whether the plan's activation constraints hold inside.
+        cache_spec: Where the cache lies, from the plan, if not where the plan wants it.
+    """
+    workload = Workload(**json.loads(settings))
+    plan = workload.plan(mesh.devices.size)
+    whole = Mesh(
+        mesh.devices.reshape([n for _, n in plan.mesh.whole]), [a for a, _ in plan.mesh.whole]
+    )
+    placed = plan_mesh(whole, plan.mesh)
+    graph, params = nnx.split(shard(models.abstract(workload.config), whole, plan=plan))
+    drawn = Sampling(temperature=workload.temperature, top_k=workload.top_k, top_p=workload.top_p)
+    setting = Setting(
+        graph=graph,
+        plan=plan if constrained else None,
+        mesh=placed if constrained else None,
+        sampling=drawn.kind,
+        end_tokens=(0,),
+        prompt_slots=workload.context - workload.new_tokens,
+        new_slots=workload.new_tokens,
+    )
+    spec = (cache_spec or functools.partial(planned_cache, workload.config))(plan)
+    state = _progress(workload, plan, placed, spec)
+    numbers = jax.tree.map(lambda x: jax.ShapeDtypeStruct((), x.dtype), drawn.numbers)
+    if phase == "prefill":
+        tokens = (workload.batch, setting.prompt_slots)
+        prompts = _struct(placed, tokens, jnp.int32, (plan.mesh.batch,))
+        return prompt_program(setting), (
+            params, prompts, state.first, state.done, state.keys, numbers,
+        )  # fmt: skip
+    places = tuple(leaf.sharding for leaf in jax.tree.leaves(state))
+    limit = _struct(placed, (), jnp.int32, ())
+    return token_program(setting, places), (params, state, limit, numbers)
+
+
+def _struct(mesh: Mesh, shape: tuple[int, ...], dtype: Any, spec: tuple[Any, ...]) -> Any:
+    sharding = NamedSharding(mesh, partition_spec(spec))
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+
+def planned_cache(config: Any, plan: Plan) -> Spec:
+    """The spec of keys and values, (layers, batch, kv heads, slots, head width)."""
+    heads = plan.axes_for((config.num_key_value_heads,))
+    return ((), plan.mesh.batch, heads, (), ())
+
+
+def _progress(workload: Workload, plan: Plan, mesh: Mesh, spec: Spec) -> Progress:
+    """The state of decoding as structs."""
+    config, batch = workload.config, workload.batch
+    rows = plan.mesh.batch
+    heads = config.num_key_value_heads
+    shape = (config.num_hidden_layers, batch, heads, workload.context, config.head_dim)
+    key = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), batch)).dtype
+    new = (batch, workload.new_tokens)
+    cache = _struct(mesh, shape, jnp.dtype(config.dtype), spec)
+    return Progress(
+        cache=Cache(cache, cache),
+        tokens=_struct(mesh, new, jnp.int32, (rows,)),
+        nats=_struct(mesh, new, jnp.float32, (rows,)),
+        num_new=_struct(mesh, (batch,), jnp.int32, (rows,)),
+        done=_struct(mesh, (batch,), jnp.bool_, (rows,)),
+        step=_struct(mesh, (), jnp.int32, ()),
+        first=_struct(mesh, (batch,), jnp.int32, (rows,)),
+        keys=_struct(mesh, (batch,), key, (rows,)),
+    )

@@ -1,0 +1,223 @@
+"""What a token of generation reads, sends and takes: every program by the real GPU compiler.
+
+    python scripts/bench_generate.py                    all sections
+    python scripts/bench_generate.py --only floor       one of floor, naive, simulated
+    python scripts/bench_generate.py --layers 4 --json
+
+floor      8B on h100:1x8 and 70B on h200:1x8 at batch 1, 16 and 64 against the floor of a token
+naive      the same step with its cache replicated, sharded along the width of a head, or without
+           the plan's constraints
+simulated  tokens/s of `jaxtp.generate` on 8 simulated CPU devices against one: both share the same
+           cores, so the ratio says what partitioning costs and nothing about GPUs
+
+For the first two no GPU is needed and nothing runs. Seconds are modelled (`jaxtp.compile.traffic`):
+instructions one after the other, memory at the rate that copies reach, collectives as NCCL was
+measured.
+"""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal
+
+import tyro
+from rich.console import Console
+from tables import Cell, Flag, Section, tabulate
+
+from jaxtp.compile.report import GIB
+from jaxtp.generation.preflight import (
+    ENTRY,
+    GenerationReport,
+    Workload,
+    preflight_generation,
+    program_on_target,
+)
+
+SHAPES = (("llama3-8b", "h100:1x8"), ("llama3-70b", "h200:1x8"))
+BATCHES = (1, 16, 64)
+CONTEXT = 2048
+
+MOST_READ = 1.05
+"""Weights and cache read over their size: nothing twice."""
+
+MOST_SECONDS = 1.10
+"""A token's modelled seconds over its floor."""
+
+MOST_REST = 1.05
+"""Peak memory over weights and cache."""
+
+
+def replicated_cache(mesh: Any, settings: str, phase: str) -> Any:
+    """The programs with the whole cache on every device."""
+    everywhere = functools.partial(program_on_target, constrained=False)
+    return everywhere(mesh, settings, phase, cache_spec=lambda _: ((),) * 5)
+
+
+def cut_heads(mesh: Any, settings: str, phase: str) -> Any:
+    """The programs with the cache sharded along the width of a head."""
+    naive = functools.partial(program_on_target, constrained=False)
+    return naive(mesh, settings, phase, cache_spec=lambda plan: ((),) * 4 + (plan.mesh.tp,))
+
+
+def unconstrained(mesh: Any, settings: str, phase: str) -> Any:
+    """The programs with weights and cache by the plan, and nothing said inside."""
+    return program_on_target(mesh, settings, phase, constrained=False)
+
+
+NAIVE: Mapping[str, str] = {
+    "jaxtp": ENTRY,
+    "cache replicated": "bench_generate:replicated_cache",
+    "cache along head width": "bench_generate:cut_heads",
+    "no constraints": "bench_generate:unconstrained",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """What to compile."""
+
+    as_json: Annotated[Flag, tyro.conf.arg(name="json")] = False
+    """Print JSON instead of tables."""
+
+    only: Literal["", "floor", "naive", "simulated"] = ""
+    """One section; default: all."""
+
+    layers: int = 0
+    """Layers to compile; 0 is all of them."""
+
+
+@functools.cache
+def report(model: str, target: str, batch: int, layers: int, entry: str) -> GenerationReport:
+    """Of one program; each is compiled once."""
+    work = Workload(model=model, batch=batch, context=CONTEXT, layers=layers)
+    with Console(stderr=True).status(f"{model} on {target}, {batch} rows"):
+        return preflight_generation(work, target, entry=entry)
+
+
+def cells(found: GenerationReport) -> dict[str, Cell]:
+    """What every table says about a decode program."""
+    decode, layers = found.decode, found.workload.config.num_hidden_layers
+    inside = sum(row.count for row in decode.report.collectives if row.count >= layers)
+    sent = sum(row.wire_bytes for row in decode.report.collectives)
+    return {
+        "messages a layer": inside / layers,
+        "of them all-reduces": sum(
+            row.count
+            for row in decode.report.collectives
+            if row.count >= layers and row.kind == "all-reduce"
+        )
+        / layers,
+        "wire MiB": round(sent / 2**20, 2),
+        "reads GiB": round(decode.traffic.stored_bytes / GIB, 3),
+        "x floor": round(found.read_ratio, 3),
+        "passed GiB": round(decode.traffic.passed_bytes / GIB, 3),
+        "peak GiB": round(decode.report.peak_bytes / GIB, 2),
+        "x weights+cache": round(found.rest_ratio, 3),
+        "ms a token": round(decode.traffic.seconds * 1e3, 3),
+        "x floor ": round(found.time_ratio, 3),
+        "tokens/s": round(found.workload.batch / decode.traffic.seconds),
+    }
+
+
+def floor(options: Options) -> Section:
+    """Two models at their real widths against the floor of a token."""
+    found = {
+        (model, batch): report(model, target, batch, options.layers, ENTRY)
+        for model, target in SHAPES
+        for batch in BATCHES
+    }
+    rows = [{"model": m, "rows": batch, **cells(one)} for (m, batch), one in found.items()]
+    ratios: dict[str, tuple[str, float]] = {
+        "weights and cache read once": ("x floor", MOST_READ),
+        "modelled time of a token": ("x floor ", MOST_SECONDS),
+        "peak memory": ("x weights+cache", MOST_REST),
+    }
+    thresholds = [
+        (f"{what}: at most {most}x, largest {max(row[key] for row in rows)}",
+         all(row[key] <= most for row in rows))
+        for what, (key, most) in ratios.items()
+    ]  # fmt: skip
+    two = all(row["messages a layer"] == row["of them all-reduces"] == 2 for row in rows)
+    return Section(
+        title=f"decode, bf16, tp 8, {CONTEXT} tokens of context",
+        rows=rows,
+        thresholds=[("two all-reduces a layer and nothing else", two), *thresholds],
+        notes=["passed: read of what was just written, activations and scores; L2 has much of it"],
+    )
+
+
+def naive(options: Options) -> Section:
+    """The 8B step at 16 rows by four ways."""
+    model, target = SHAPES[0]
+    found = {
+        name: report(model, target, 16, options.layers, entry) for name, entry in NAIVE.items()
+    }
+    best = found["jaxtp"].decode.traffic.seconds
+    others = {n: one.decode.traffic.seconds / best for n, one in found.items() if n != "jaxtp"}
+    return Section(
+        title=f"{model} on {target}, 16 rows, {CONTEXT} tokens",
+        rows=[{"cache": name, **cells(one)} for name, one in found.items()],
+        thresholds=[(f"{n}: {x:.2f}x the time of jaxtp", x >= 1) for n, x in others.items()],
+    )
+
+
+def simulated(options: Options) -> Section:
+    """`jaxtp.generate` on 8 CPU devices and on one."""
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8)
+    import jaxtp
+    from jaxtp import models
+
+    config = models.config_of("llama-tiny")
+    rates: dict[int, float] = {}
+    host: dict[int, float] = {}
+    for tp in (1, 8):
+        mesh = jaxtp.make_mesh(tp=tp, devices=jax.devices()[:tp])
+        model = jaxtp.shard(models.build(config), mesh, config=config)
+        rows = [[1 + i, 2, 3] for i in range(8)]
+        seconds: dict[int, float] = {}
+        for new in (16, 128, 16, 128):  # the second time nothing is compiled
+            begin = time.perf_counter()
+            jaxtp.generate(model, rows, max_new_tokens=new)
+            seconds[new] = time.perf_counter() - begin
+        rates[tp] = 8 * 112 / (seconds[128] - seconds[16])
+        begin = time.perf_counter()
+        jaxtp.generate(model, rows, max_new_tokens=128, on_tokens=lambda _: None)
+        host[tp] = (time.perf_counter() - begin - seconds[128]) / 16
+    return Section(
+        title="llama-tiny, 8 rows, simulated devices on the same cores",
+        rows=[
+            {
+                "tp": tp,
+                "tokens/s": round(rates[tp]),
+                "of one device": round(rates[tp] / rates[1], 3),
+                "ms of the host each look": round(host[tp] * 1e3, 3),
+            }
+            for tp in rates
+        ],
+        thresholds=[],
+        notes=[
+            "a look at the text comes every 8 tokens; without one the host does nothing a token"
+        ],
+    )
+
+
+SECTIONS: Mapping[str, Callable[[Options], Section]] = {
+    "floor": floor,
+    "naive": naive,
+    "simulated": simulated,
+}
+
+
+def main(options: Options) -> None:
+    """Compiles and tabulates, section by section."""
+    names = [options.only] if options.only else SECTIONS
+    sections = {name: functools.partial(SECTIONS[name], options) for name in names}
+    tabulate(sections, as_json=options.as_json, width=200)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))
