@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from jaxtp.compile.collectives import Collective
 from jaxtp.compile.hlo import Computation, Instruction, Module
 from jaxtp.compile.instruction_work import matmul_flops, memory_bytes, parameter_bytes
-from jaxtp.compile.schedule import MEMORY_SHARE
+from jaxtp.cost.products import COMPILED_MEMORY_SHARE
 from jaxtp.hardware.gpus import Target
 
 CALLS = ("while", "conditional", "call")
@@ -46,7 +46,7 @@ def traffic(module: Module, collectives: Iterable[Collective], target: Target) -
         module: The compiled program.
         collectives: What `compile/collectives` found in it.
         target: Whose memory, tensor cores and links. Memory is used at the rate that copying
-            kernels reach, see `compile.schedule.MEMORY_SHARE`.
+            kernels reach, see `cost.products.COMPILED_MEMORY_SHARE`.
     """
     walk = _Walk(module, target)
     walk.run(module.entry, 1)
@@ -62,7 +62,7 @@ class _Walk:
 
     def __init__(self, module: Module, target: Target) -> None:
         self.module, self.device = module, target.device
-        self.bandwidth = MEMORY_SHARE * target.device.hbm_bandwidth
+        self.bandwidth = COMPILED_MEMORY_SHARE * target.device.hbm_bandwidth
         self.stored = self.passed = self.written = self.seconds = 0.0
 
     def run(self, computation: Computation, times: int) -> None:

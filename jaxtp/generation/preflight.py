@@ -23,8 +23,8 @@ from jaxtp.compile.compiler import Program, compile_for
 from jaxtp.compile.hlo import parse
 from jaxtp.compile.options import PREFLIGHT, CompileOptions, probe
 from jaxtp.compile.report import Report
-from jaxtp.compile.schedule import MEMORY_SHARE
 from jaxtp.compile.traffic import Traffic, traffic
+from jaxtp.cost.products import COMPILED_MEMORY_SHARE
 from jaxtp.errors import BadConfig, BadTarget, DoesNotFit
 from jaxtp.generation.programs import (
     READ_ONCE,
@@ -226,7 +226,7 @@ class GenerationReport:
             "collectives",
             *_collectives(decode.report),
             "note          modelled: instructions one after the other, memory at "
-            f"{MEMORY_SHARE:.0%} of its bandwidth, collectives as NCCL was measured",
+            f"{COMPILED_MEMORY_SHARE:.0%} of its bandwidth, collectives as NCCL was measured",
         ]
         return "\n".join(lines)
 
@@ -284,7 +284,7 @@ def preflight_generation(
     group = [tuple(range(plan.mesh.tp_size))]
     reduced = machine.collective_seconds("all-reduce", message * itemsize(config.dtype), group)
     waits = 2 * config.num_hidden_layers * reduced if plan.mesh.tp_size > 1 else 0.0
-    bandwidth = MEMORY_SHARE * machine.device.hbm_bandwidth
+    bandwidth = COMPILED_MEMORY_SHARE * machine.device.hbm_bandwidth
     fixed = max(p.report.peak_bytes for p in phases.values()) - cache
     # Temporaries of a prompt grow with its rows and tokens, as the cache does.
     growing = max(fixed - weights, 0) + cache
