@@ -195,14 +195,19 @@ def test_logical_names_tell_rows_from_columns():
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("axis", ["ep", "x"])
-def test_an_axis_that_shards_nothing(axis, tp):
+def test_an_axis_that_shards_nothing(tp):
     tree = structs(llama())
-    with pytest.warns(JaxtpWarning, match=f"TP011 at {axis}: the axis {axis} shards nothing"):
-        result = jaxtp.make_plan(tree, {axis: 2, "tp": tp})
+    with pytest.warns(JaxtpWarning, match="TP011 at x: the axis x shards nothing"):
+        result = jaxtp.make_plan(tree, {"x": 2, "tp": tp})
     assert [n for n in result.notes if n.startswith("TP011")]
-    with pytest.raises(IdleDevices, match=r"leave .* out, and give its devices to dp, fsdp, tp"):
-        jaxtp.make_plan(tree, {axis: 2, "tp": tp}, strict=True)
+    with pytest.raises(IdleDevices, match=r"leave x out, and give its devices to dp, fsdp, tp"):
+        jaxtp.make_plan(tree, {"x": 2, "tp": tp}, strict=True)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_an_axis_of_experts_without_experts(tp):
+    notes = jaxtp.make_plan(structs(llama()), {"ep": 2, "tp": tp}).notes
+    assert "ep=2: no parameter has experts, so the axis is one of data" in notes
 
 
 def test_an_unknown_head_count_is_the_reason():

@@ -87,11 +87,16 @@ def _useless_axes(decisions: Sequence[ParamDecision], shape: MeshShape) -> list[
             f"the axis {name} shards nothing: its {size} groups of devices do the same work",
             where=name,
             fix=f"leave {name} out, and give its devices to "
-            + join(axis for axis in Axis if Shards.BATCH in axis.shards or axis is Axis.TP),
+            + join(axis for axis in Axis if axis is Axis.TP or _for_any_model(axis)),
         )
         for name, size in shape.sizes
         if size > 1 and name not in used
     ]
+
+
+def _for_any_model(axis: Axis) -> bool:
+    """Whether an axis shards the batch and needs no experts."""
+    return Shards.BATCH in axis.shards and Shards.EXPERTS not in axis.shards
 
 
 def _costly_annotations(decisions: Sequence[ParamDecision]) -> list[str]:
