@@ -231,7 +231,7 @@ def table():
         "TP020",
     )
     yield "nothing on tp", lambda: plan(QKVO, strict=True), "TP042"
-    yield "an axis that does nothing", lambda: plan(sizes={"ep": 2, "tp": 4}, strict=True), "TP011"
+    yield "an axis that does nothing", lambda: plan(sizes={"x": 2, "tp": 4}, strict=True), "TP011"
     for bad in ("no-such-file.json", "/proc/nope"):
         yield f"tree file {bad}", lambda b=bad: jaxtp.load_tree(b), "TP132"
 
