@@ -262,3 +262,68 @@ def test_an_ep_axis_without_experts_is_noted():
     config = dataclasses.replace(CONFIG, num_experts=0, num_experts_per_tok=0, n_shared_experts=0)
     plan = jaxtp.make_plan(jaxtp.models.abstract(config), {"ep": 2, "tp": 2}, config=config)
     assert any("no parameter has experts" in note for note in plan.notes)
+
+
+# ---- models that are not ours --------------------------------------------------------------------
+
+WIDTH, INNER, ROWS, LENGTH = 64, 128, 8, 32
+
+
+def shapes(dtype):
+    experts = {"gate": (WIDTH, INNER), "up": (WIDTH, INNER), "down": (INNER, WIDTH)}
+    stacked = {name: (EXPERTS, *shape) for name, shape in experts.items()}
+    return {
+        name: jax.ShapeDtypeStruct(shape, dtype)
+        for name, shape in {"router": (WIDTH, EXPERTS), **stacked}.items()
+    }
+
+
+def one_hot_dispatch(p, x):
+    """GShard's: tokens go to (experts, rows, room) by one-hot products."""
+    room = 2 * LENGTH * CHOSEN // EXPERTS
+    weights, index = jax.lax.top_k(jax.nn.softmax(x @ p["router"]), CHOSEN)
+    mask = jax.nn.one_hot(index, EXPERTS)
+    flat = mask.reshape(ROWS, LENGTH * CHOSEN, EXPERTS)
+    places = (jnp.cumsum(flat, axis=1) * flat - 1).reshape(mask.shape)
+    slots = jax.nn.one_hot(places.astype(jnp.int32), room)
+    combine = jnp.einsum("btk,btke,btkec->btec", weights, mask, slots).astype(x.dtype)
+    inside = jnp.einsum("btec,btd->ebcd", (combine > 0).astype(x.dtype), x)
+    gate = jax.nn.silu(jnp.einsum("ebcd,edf->ebcf", inside, p["gate"]))
+    inner = gate * jnp.einsum("ebcd,edf->ebcf", inside, p["up"])
+    out = jnp.einsum("ebcf,efd->ebcd", inner, p["down"])
+    return x + jnp.einsum("btec,ebcd->btd", combine, out)
+
+
+def gradients(fn):
+    return jax.value_and_grad(lambda p, x: jnp.mean(jnp.float32(fn(p, x)) ** 2), argnums=(0, 1))
+
+
+def test_tokens_travel_to_the_experts_of_anybody():
+    x = jax.ShapeDtypeStruct((ROWS, LENGTH, WIDTH), jnp.bfloat16)
+    params, mesh = shapes(jnp.bfloat16), programs.mesh_of_gpus({"dp": 2, "ep": 2, "tp": 2})
+    plan = jaxtp.make_plan(params, mesh, fn=one_hot_dispatch, inputs=(x,))
+    assert plan["gate"].spec == (("tp", "ep"), (), ())
+    args = (jaxtp.shard(params, mesh, plan=plan), jaxtp.shard_batch(x, mesh))
+    places = jax.tree.map(lambda leaf: leaf.sharding, args)
+    step = jax.jit(
+        gradients(jaxtp.parallelize(one_hot_dispatch, plan, mesh)), out_shardings=(None, places)
+    )
+    module = parse(step.lower(*args).compile(dict(PREFLIGHT)).as_text())
+    found = find(module, {"dp": 2, "ep": 2, "tp": 2})
+    moved = [one for one in found if one.kind == "all-to-all"]
+    assert (sum(one.count for one in moved), {one.axes for one in moved}) == (4, {("ep",)})
+    experts = EXPERTS * WIDTH * INNER * 2 // 4
+    assert [one for one in found if one.kind == "all-gather" and one.num_bytes >= experts] == []
+
+
+def test_numbers_of_anybodys_experts_stay():
+    random = np.random.default_rng(1)
+    params = jax.tree.map(
+        lambda like: jnp.float32(random.normal(0, 0.2, like.shape)), shapes(jnp.float32)
+    )
+    x = jnp.float32(random.normal(0, 1, (ROWS, LENGTH, WIDTH)))
+    mesh = jaxtp.make_mesh(dp=2, ep=2, tp=2)
+    plan = jaxtp.make_plan(params, mesh, fn=one_hot_dispatch, inputs=(x,))
+    step = jax.jit(gradients(jaxtp.parallelize(one_hot_dispatch, plan, mesh)))
+    got = step(jaxtp.shard(params, mesh, plan=plan), jaxtp.shard_batch(x, mesh))
+    assert_close(got, jax.jit(gradients(one_hot_dispatch))(params, x), INNER * LENGTH * ROWS)

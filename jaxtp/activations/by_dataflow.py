@@ -20,6 +20,7 @@ from jax.extend.core import Literal
 from jax.extend.source_info_util import user_context
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from jaxtp.activations.exchanged import Exchange
 from jaxtp.activations.fused_products import (
     Pieces,
     by_result,
@@ -95,6 +96,7 @@ class _Placer:
         self._leads = leads(analysis, plan)
         self._widest = _widest(analysis, plan, self._leads)
         self._classes: dict[Value, tuple[DimClass, ...]] = {}
+        self._exchange = Exchange(analysis, plan, self._axes, self._constrain)
         self.left = lost(analysis, self._axes)
 
     def run(self, scope: Scope, args: Sequence[Any], *, in_pieces: bool = False) -> list[Any]:
@@ -120,9 +122,10 @@ class _Placer:
                     results = self._equation(scope, position, operands, gathered)
             for var, result in zip(equation.outvars, results, strict=True):
                 value = scope.values.get(var)
-                known[var] = (
-                    result if value is None else self._place(scope, equation, value, result)
-                )
+                placed = self._exchange.result(scope, equation, var, result)
+                if placed is None and value is not None:
+                    placed = self._place(scope, equation, value, result)
+                known[var] = result if placed is None else placed
         if in_pieces:
             return [v.val if isinstance(v, Literal) else known[v] for v in jaxpr.outvars]
         return [value_of(var) for var in jaxpr.outvars]
@@ -136,6 +139,7 @@ class _Placer:
         calls = scope.calls.get(position, [])
         if calls and self._enters_call(equation, calls):
             return self._call(scope, equation, calls, operands)
+        operands = self._exchange.operands(scope, equation, operands)
         if name in PRODUCTS and self._plan.sequence_parallel:
             operands = self._gather(scope, equation, operands, gathered)
         if name in ("dot_general", "ragged_dot_general"):
