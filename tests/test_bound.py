@@ -72,3 +72,11 @@ def test_each_need_is_on_the_links_of_its_axis(axis, link):
         3 * target.collective_seconds(need.kind, 2**28, [group])
     )
     assert set(found.values()) == {0.0}
+
+
+def test_keys_and_values_go_around_three_times():
+    found = needs(0, cp=4, tp=2)
+    own = 2 * (TOKENS / 4) * (8 / 2) * 8 * 2  # keys and values of a device, in bfloat16
+    assert found["collective-permute", ("cp",)] == 3 * 3 * 6 * own
+    assert found["all-reduce", ("tp",)] == (4 * 6 + 2) * TOKENS / 4 * 64 * 2
+    assert found["all-reduce", ("cp",)] == 2 * ((6 * LAYER + 2 * TABLE) / 2 + NORMS)

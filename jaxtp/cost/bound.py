@@ -3,7 +3,7 @@
 Beside the matrix products this is the bound of a step: no schedule of the same strategy is faster.
 Tensor parallelism moves its lower bound (`cost/floor`). ZeRO 3 gathers the weights of a layer twice
 a step, forward and backward, and a table once, in the type of products, and reduces each gradient
-once. Experts' all-to-alls and the context axis are left out.
+once. Along cp keys and values go around: docs/long-sequences.md. Experts' all-to-alls are left out.
 """
 
 import dataclasses
@@ -89,13 +89,14 @@ def needed(
         trains: Whether a path is trained; by default all are.
     """
     micro = plan.stages.micro_batches if plan.stages else num_micro
-    shard = tokens // plan.mesh.ways(plan.mesh.batch) // micro
+    shard = tokens // plan.mesh.ways(plan.mesh.data) // micro
     stream = stream_bytes(shard, dims.hidden_size, compute)
     trained = [d for d in plan.decisions if trains is None or trains(d.path)]
     found = (
         *_tensor(plan, dims, stream, micro),
         *_experts(plan, dims, stream, micro),
         *_stages(plan, stream, micro),
+        *_around(plan, dims, shard, compute, micro),
         *_gathers(plan, dims, compute),
         *(need for d in trained for need in _gradient(plan, d, sums)),
     )
@@ -143,6 +144,18 @@ def _stages(plan: Plan, stream: float, micro: int) -> Iterator[Need]:
         yield Need(kind="collective-permute", axes=axes, num_bytes=stream, count=count)
 
 
+def _around(plan: Plan, dims: ModelDims, shard: int, compute: str, micro: int) -> Iterator[Need]:
+    """Keys and values to every device along cp: forward, backward, and their gradients back."""
+    axis, ways = plan.mesh.name_of(Axis.CP), plan.mesh.size_of(Axis.CP)
+    # Where queries are split further than keys, a kv head lies on several devices.
+    heads = max(dims.kv_heads / plan.mesh.tp_size, 1)
+    size = 2 * shard * heads * dims.head_dim * jnp.dtype(compute).itemsize
+    layers = dims.layers / (plan.stages.num_stages if plan.stages else 1)
+    count = 3 * (ways - 1) * layers * micro
+    if axis:
+        yield Need(kind="collective-permute", axes=(axis,), num_bytes=size, count=count)
+
+
 def _gathers(plan: Plan, dims: ModelDims, compute: str) -> Iterator[Need]:
     """ZeRO 3: the weights of each layer in one message, forward and backward; each table once."""
     num_stages = plan.stages.num_stages if plan.stages else 1
@@ -170,10 +183,10 @@ def _gradient(plan: Plan, d: ParamDecision, sums: str) -> Iterator[Need]:
     size = _elements(plan, d) * jnp.dtype(sums).itemsize
     held = _held(d)
     if not zero:
-        axes = _ordered(plan, (*(a for a in shape.batch if a not in held), *others))
+        axes = _ordered(plan, (*(a for a in shape.data if a not in held), *others))
         yield Need(kind="all-reduce", axes=axes, num_bytes=size, count=1)
         return
-    rest = _ordered(plan, (*(a for a in shape.batch if a not in held), *others))
+    rest = _ordered(plan, (*(a for a in shape.data if a not in held), *others))
     yield Need(kind="reduce-scatter", axes=zero, num_bytes=size, count=1)
     yield Need(kind="all-reduce", axes=rest, num_bytes=size / shape.ways(zero), count=1)
     if d.state_spec:

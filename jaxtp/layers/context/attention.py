@@ -22,11 +22,14 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxtp.activations.by_name import ActivePlan, in_force
-from jaxtp.layers.context.blocks import NOTHING, Part, Scores, Side, View, merge
+from jaxtp.layers.context.blocks import Part, Scores, Side, View, merge
 from jaxtp.layers.context.kernels import gradients_of, part_of
 from jaxtp.mesh.axes import Axis
 
 Gradients = tuple[jax.Array, jax.Array, jax.Array]
+
+EARLY, LATE = 0, 1
+"""The halves of a device's tokens, which are pieces of the sequence."""
 
 
 def attend_shared(
@@ -133,7 +136,7 @@ def _local(fn: Any, active: ActivePlan, in_specs: Any, out_specs: Any) -> Any:
 
 
 class _Tokens(NamedTuple):
-    """What the devices send each other, or a piece of it.
+    """What the devices send each other.
 
     Attributes:
         kv: Keys and values, (2, batch, tokens, kv heads, width).
@@ -142,30 +145,6 @@ class _Tokens(NamedTuple):
 
     kv: jax.Array
     ids: jax.Array | None
-
-
-class _Rows(NamedTuple):
-    """Queries of one piece; in the backward pass with the result and its gradient.
-
-    Attributes:
-        values: The queries, or (queries, whole result, its gradient).
-        side: Where they lie.
-    """
-
-    values: Any
-    side: Side
-
-
-class _Keys(NamedTuple):
-    """Keys and values of one piece.
-
-    Attributes:
-        kv: (2, batch, tokens, kv heads, width).
-        side: Where they lie.
-    """
-
-    kv: jax.Array
-    side: Side
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -211,68 +190,61 @@ class _Around:
     ) -> tuple[jax.Array, jax.Array]:
         own = _Tokens(jnp.stack([k, v]), ids)
 
-        def run(rows: _Rows, keys: _Keys, *, diagonal: bool = False) -> Part:
-            (k, v), view = keys.kv, View(rows.side, keys.side, window, diagonal)
-            return part_of(rows.values, k, v, view, self.scores)
+        def run(half: Any, keys: _Tokens, source: Any, of: Any) -> Part:
+            view = self._view(own, half, keys, source, of, window)
+            k, v = _half(keys.kv, of, 2)
+            return part_of(_half(q, half, 1), k, v, view, self.scores)
 
-        queries = self._queries(jnp.split(q, 2, axis=1), ids)
-        early, late = queries
-        k_early, k_late = self._keys(own, self.index)
-        first = run(early, k_early, diagonal=True)
-        last = merge(run(late, k_late, diagonal=True), run(late, k_early))
+        def add(sums: Part, half: Any, keys: _Tokens, source: Any, of: Any) -> Part:
+            part = run(half, keys, source, of)
+            both = merge(Part(*map(_half, sums, (half, half), (1, 2))), part)
+            return Part(*map(_put, sums, both, (half, half), (1, 2)))
 
-        def turn(sums: tuple[Part, Part], source: jax.Array, tokens: _Tokens) -> Any:
-            first, last = sums
-            keys = self._keys(tokens, source)
-            last = merge(last, run(late, keys[0]))
-            is_before = source < self.index
-            part = run(_pick(is_before, *queries), _pick(is_before, *keys))
-            return merge(first, _only(is_before, part)), merge(last, _only(~is_before, part))
+        halves = [run(half, own, self.index, half) for half in (EARLY, LATE)]
+        sums = Part(*map(jnp.concatenate, zip(*halves, strict=True), (1, 2)))
+        sums = add(sums, LATE, own, self.index, EARLY)
 
-        first, last = self._turns(turn, (first, last), own)
-        out = jnp.concatenate([first.out_BTNH, last.out_BTNH], axis=1).astype(q.dtype)
-        return out, jnp.concatenate([first.lse_BNT, last.lse_BNT], axis=2)
+        def turn(sums: Part, source: jax.Array, tokens: _Tokens) -> Part:
+            sums = add(sums, LATE, tokens, source, EARLY)
+            both = self._alike(source)
+            return add(sums, both, tokens, source, both)
+
+        out, lse = self._turns(turn, sums, own)
+        return out.astype(q.dtype), lse
 
     def _backward(
         self, q: Any, k: Any, v: Any, ids: Any, window: Any, out: Any, lse: Any, d_out: Any
     ) -> Gradients:
         own = _Tokens(jnp.stack([k, v]), ids)
-        halves = [jnp.split(x, 2, axis=1) for x in (q, out.astype(jnp.float32), d_out)]
-        values = [
-            (q, Part(out, lse), d_out)
-            for q, out, d_out, lse in zip(*halves, jnp.split(lse, 2, axis=2), strict=True)
-        ]
-        queries = self._queries(values, ids)
-        early, late = queries
 
-        def run(rows: _Rows, keys: _Keys, *, diagonal: bool = False) -> Any:
-            (q, whole, d_out), (k, v) = rows.values, keys.kv
-            view = View(rows.side, keys.side, window, diagonal)
-            dq, dk, dv = gradients_of(q, k, v, whole, d_out, view, self.scores)
+        def run(half: Any, keys: _Tokens, source: Any, of: Any) -> tuple[Any, Any]:
+            view = self._view(own, half, keys, source, of, window)
+            k, v = _half(keys.kv, of, 2)
+            whole = Part(_half(out, half, 1), _half(lse, half, 2))
+            rows = (_half(x, half, 1) for x in (q, d_out))
+            dq, dk, dv = gradients_of(next(rows), k, v, whole, next(rows), view, self.scores)
             return dq, jnp.stack([dk, dv])
 
-        k_early, k_late = self._keys(own, self.index)
-        first, d_early = run(early, k_early, diagonal=True)
-        last, d_late = run(late, k_late, diagonal=True)
-        more, d_more = run(late, k_early)
-        home = jnp.concatenate([d_early + d_more, d_late], axis=2)
+        def add(sums: Any, half: Any, keys: _Tokens, source: Any, of: Any) -> Any:
+            more = run(half, keys, source, of)
+            places = (half, of), (1, 2)
+            both = map(jnp.add, map(_half, sums, *places), more)
+            return tuple(map(_put, sums, both, *places))
 
-        def turn(sums: Any, source: jax.Array, tokens: _Tokens) -> tuple[Any, jax.Array]:
-            first, last = sums
-            keys = self._keys(tokens, source)
-            more, d_early = run(late, keys[0])
-            is_before = source < self.index
-            dq, d_kv = run(_pick(is_before, *queries), _pick(is_before, *keys))
-            first = first + jnp.where(is_before, dq, 0)
-            last = last + more + jnp.where(is_before, 0, dq)
-            d_early = d_early + jnp.where(is_before, d_kv, 0)
-            d_late = jnp.where(is_before, 0, d_kv)
-            return (first, last), jnp.concatenate([d_early, d_late], axis=2)
+        halves = [run(half, own, self.index, half) for half in (EARLY, LATE)]
+        d_q, home = map(jnp.concatenate, zip(*halves, strict=True), (1, 2))
+        d_q, home = add((d_q, home), LATE, own, self.index, EARLY)
 
-        sums, arrived = self._turns_back(turn, (first, last + more), own)
+        def turn(d_q: Any, source: jax.Array, tokens: _Tokens) -> tuple[Any, jax.Array]:
+            more, d_early = run(LATE, tokens, source, EARLY)
+            d_q = _put(d_q, _half(d_q, LATE, 1) + more, LATE, 1)
+            d_kv = jnp.concatenate([d_early, jnp.zeros_like(d_early)], axis=2)
+            both = self._alike(source)
+            return add((d_q, d_kv), both, tokens, source, both)
+
+        d_q, arrived = self._turns_back(turn, d_q, own)
         dk, dv = home + arrived.astype(jnp.float32)
-        dq = jnp.concatenate(sums, axis=1)
-        return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
+        return d_q.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
 
     def _turns(self, turn: Any, sums: Any, own: _Tokens) -> Any:
         """`turn(sums, source, tokens)` for the tokens of every other device."""
@@ -313,8 +285,9 @@ class _Around:
 
         def body(carry: Any, number: jax.Array) -> tuple[Any, None]:
             sums, tokens, travelled = carry
-            # Neither waits for this turn's products.
-            following, arrived = self._next(tokens), self._shift(travelled)
+            # In one message, which does not wait for this turn's products: XLA hides one at a time.
+            both = self._next(tokens._replace(kv=jnp.stack([tokens.kv, travelled])))
+            following, arrived = both._replace(kv=both.kv[0]), both.kv[1]
             sums, d_kv = turn(sums, self._source(number), tokens)
             return (sums, following, (arrived + d_kv).astype(dtype)), None
 
@@ -333,22 +306,23 @@ class _Around:
         """Whose tokens a turn is about."""
         return (self.index - number) % self.ways
 
-    def _queries(self, values: Any, ids: jax.Array | None) -> tuple[_Rows, _Rows]:
-        early, late = values
-        length = jax.tree.leaves(early)[0].shape[1]
-        sides = self._sides(length, ids, self.index)
-        return _Rows(early, sides[0]), _Rows(late, sides[1])
+    def _alike(self, source: jax.Array) -> jax.Array:
+        """Which half of its tokens a device multiplies with the same half of another's."""
+        return jnp.where(source < self.index, EARLY, LATE)
 
-    def _keys(self, tokens: _Tokens, device: jax.Array) -> tuple[_Keys, _Keys]:
-        early, late = jnp.split(tokens.kv, 2, axis=2)
-        sides = self._sides(early.shape[2], tokens.ids, device)
-        return _Keys(early, sides[0]), _Keys(late, sides[1])
+    def _view(
+        self, own: _Tokens, half: Any, keys: _Tokens, source: Any, of: Any, window: Any
+    ) -> View:
+        """Which keys of one half of a device's tokens one half of our queries see."""
+        length = own.kv.shape[2] // 2
 
-    def _sides(self, length: int, ids: jax.Array | None, device: jax.Array) -> tuple[Side, Side]:
-        """Where the two pieces of a device lie."""
-        early, late = (None, None) if ids is None else jnp.split(ids, 2, axis=1)
-        number = 2 * self.ways - 1 - device
-        return Side(device * length, early), Side(number * length, late)
+        def side(tokens: _Tokens, device: Any, half: Any) -> Side:
+            number = jnp.where(half == EARLY, device, 2 * self.ways - 1 - device)
+            ids = None if tokens.ids is None else _half(tokens.ids, half, 1)
+            return Side(number * length, ids)
+
+        diagonal = keys is own and half is of
+        return View(side(own, self.index, half), side(keys, source, of), window, diagonal)
 
     def _next(self, tokens: _Tokens) -> _Tokens:
         return jax.tree.map(self._shift, tokens)
@@ -358,10 +332,10 @@ class _Around:
         return jax.lax.ppermute(x, self.axis, [(i, (i + 1) % self.ways) for i in range(self.ways)])
 
 
-def _pick(is_first: jax.Array, a: Any, b: Any) -> Any:
-    return jax.tree.map(functools.partial(jnp.where, is_first), a, b)
+def _half(x: jax.Array, half: Any, dim: int) -> jax.Array:
+    length = x.shape[dim] // 2
+    return jax.lax.dynamic_slice_in_dim(x, half * length, length, dim)
 
 
-def _only(counts: jax.Array, part: Part) -> Part:
-    """A part, or that of no keys."""
-    return part._replace(lse_BNT=jnp.where(counts, part.lse_BNT, NOTHING))
+def _put(x: jax.Array, new: jax.Array, half: Any, dim: int) -> jax.Array:
+    return jax.lax.dynamic_update_slice_in_dim(x, new, half * (x.shape[dim] // 2), dim)

@@ -31,7 +31,7 @@ class Part(NamedTuple):
     """Attention over some keys.
 
     Attributes:
-        out_BTNH: Weighted mean of their values, float32.
+        out_BTNH: Weighted mean of their values, float32; over all keys in the type of the queries.
         lse_BNT: Log of the sum of the exponentials of their scores, float32.
     """
 
@@ -160,7 +160,9 @@ def gradients_of(
     blocks, B, width, K, G, _ = q.shape
     lse = whole.lse_BNT.reshape(B, K, G, blocks, width).transpose(3, 0, 1, 2, 4)
     # The part of each score's gradient that is the same for all keys.
-    mean_BTN = jnp.sum(whole.out_BTNH * d_out_BTNH.astype(jnp.float32), axis=-1)
+    mean_BTN = jnp.einsum(
+        "btnh,btnh->btn", *(x.astype(jnp.float32) for x in (whole.out_BTNH, d_out_BTNH))
+    )
     mean = mean_BTN.reshape(B, blocks, width, K, G).transpose(1, 0, 3, 4, 2)
 
     def add(sums: Sums, pair: jax.Array) -> tuple[Sums, None]:
