@@ -27,6 +27,8 @@ the tensor axes, unit by unit."""
 
 ACTIVATIONS: dict[str, tuple[str, ...]] = {
     "tokens": (BATCH, TOKENS),
+    # Token ids of a batch, as they come and as targets.
+    "rows": (BATCH, REPLICATED),
     # Between blocks every tensor-parallel device holds the same residual stream; sequence
     # parallelism shards it.
     "residual": (BATCH, SEQUENCE, REPLICATED),

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxtp.activations.by_name import constrain
 from jaxtp.models import Decoder
 from jaxtp.models.decoder import token_nats
 from jaxtp.plan.trees import PyTree
@@ -14,6 +15,10 @@ from jaxtp.plan.trees import PyTree
 Batch = Mapping[str, jax.Array]
 """`tokens`, `(batch, seq + 1)` ids; and, where sequences are packed, `segments` of the same shape:
 the number of the document that a token belongs to, from 1, and 0 for padding."""
+
+
+SHIFTED = (slice(None, -1), slice(1, None))
+"""What a model reads of a row, and what it is to predict."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,7 +38,8 @@ class NextToken:
     def objective(self, params: PyTree, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The same with the losses of experts; and `nats`, `tokens` and what experts count."""
         model = nnx.merge(self.graph, params)
-        tokens, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
+        # Where devices share sequences, shifting what is sharded along them would take permutes.
+        tokens, targets = (constrain(batch["tokens"][:, cut], "rows") for cut in SHIFTED)
         if "segments" in batch:
             segments = batch["segments"][:, :-1]
             h_BTD, sums = model.hidden_and_sums(tokens, positions(segments), segments)
