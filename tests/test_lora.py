@@ -16,6 +16,7 @@ from jaxtp import models
 from jaxtp.activations.by_name import use_plan
 from jaxtp.config import settings
 from jaxtp.config.batch_sizes import resolve
+from jaxtp.config.presets import preset
 from jaxtp.config.settings import Batch, Config, Mesh, Precision
 from jaxtp.errors import BadCheckpoint, BadConfig, BadWeights, UnsupportedModel
 from jaxtp.io.hf.adapters import read_lora
@@ -25,6 +26,7 @@ from jaxtp.models import Lora
 from jaxtp.plan.trees import leaves
 from jaxtp.train.config_step import abstract_state, first_state, step_of
 from jaxtp.train.planning import lora_of, model_of, plan_of
+from jaxtp.train.preflight import preflight_config
 from jaxtp.train.setup import prepare
 
 FIXTURES = Path(__file__).parent / "fixtures" / "hf"
@@ -306,3 +308,35 @@ def test_weights_that_cannot_be_begun_with(begun, tmp_path):
         model_of(dataclasses.replace(config, layers=3))
     with pytest.raises(BadWeights, match=r"TP095 at .*config\.json: cannot be read"):
         model_of(dataclasses.replace(config, weights=str(tmp_path)))
+
+
+def test_adapters_add_no_collective_and_little_to_each():
+    """Counted in steps compiled for GPUs, with messages far beyond what XLA combines by default."""
+    report = {rank: preflight_config(compiled_run(rank))[1] for rank in (0, 4)}
+    counts = {rank: sum(row.count for row in one.collectives) for rank, one in report.items()}
+    assert counts[4] <= counts[0]
+    wire = {rank: sum(row.wire_bytes for row in one.collectives) for rank, one in report.items()}
+    # A layer sums a narrow product forward for each of its two row maps, and backward one for each
+    # of its five column maps: seven of rank 4 beside four of width 64.
+    assert wire[0] < wire[4] < wire[0] * (1 + 7 * 4 / (4 * 64) + 0.01)
+    # Neither gradients nor moments of what is frozen.
+    assert report[4].argument_bytes < 0.6 * report[0].argument_bytes
+    assert report[4].peak_bytes < report[0].peak_bytes
+
+
+def compiled_run(rank):
+    """A run of two layers on four H100, whose messages are above the threshold for combining."""
+    config = preset(
+        "llama-tiny",
+        **{
+            "layers": 2,
+            "mesh.tp": 4,
+            "batch.size": 8,
+            "seq_len": 128,
+            "attention": "xla",
+            "communication.gradient_fusion": 1024,
+            "lora.rank": rank,
+            "lora.targets": "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj",
+        },
+    )
+    return dataclasses.replace(config, target="h100:1x4")

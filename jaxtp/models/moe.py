@@ -21,9 +21,9 @@ from jaxtp.models.projections import Linear
 class GatedMLP(nnx.Module):
     """What an expert has: down(act(gate(h)) * up(h)), without biases."""
 
-    gate_proj: nnx.LinearGeneral
-    up_proj: nnx.LinearGeneral
-    down_proj: nnx.LinearGeneral
+    gate_proj: Linear
+    up_proj: Linear
+    down_proj: Linear
     act: Callable[[jax.Array], jax.Array]
 
 

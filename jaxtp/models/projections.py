@@ -23,20 +23,46 @@ class Linear(nnx.LinearGeneral):
     lora_b: nnx.LoRAParam[jax.Array] | None = None
     lora_scale: float = 1.0
 
-    def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
-        """The product over the dims of `in_features`, in `dtype`, plus the bias."""
+    def __call__(
+        self,
+        inputs: jax.Array,
+        out_sharding: Any = None,
+        *,
+        adapter_inputs: jax.Array | None = None,
+    ) -> jax.Array:
+        """The product over the dims of `in_features`, in `dtype`, plus the bias.
+
+        Args:
+            inputs: What the kernel multiplies.
+            out_sharding: As in Flax; not used.
+            adapter_inputs: The same for the adapter, see `products`.
+        """
         num_in = len(self.in_features)
         inputs, kernel = inputs.astype(self.dtype), self.kernel[...].astype(self.dtype)
         out = jnp.tensordot(inputs, kernel, axes=num_in)
         if self.lora_a is not None and self.lora_b is not None:
             a, b = (factor[...].astype(self.dtype) for factor in (self.lora_a, self.lora_b))
             # Scaled between the products, where it is narrow.
-            narrow = jnp.tensordot(inputs, a, axes=num_in) * self.lora_scale
+            own = inputs if adapter_inputs is None else adapter_inputs.astype(self.dtype)
+            narrow = jnp.tensordot(own, a, axes=num_in) * self.lora_scale
             out = out + jnp.tensordot(narrow.astype(self.dtype), b, axes=1)
         if self.bias is None:
             return out
         bias = self.bias[...].astype(self.dtype)
         return out + jnp.expand_dims(bias, range(out.ndim - bias.ndim))
+
+
+def products(inputs: jax.Array, *maps: Linear) -> tuple[jax.Array, ...]:
+    """What each of several maps makes of the same inputs.
+
+    Backward their kernels' parts of the inputs' gradient are partial sums on each device, which one
+    all-reduce can add; an adapter's part is whole, since its narrow product is summed before. Added
+    in turns, each kernel's part needs an all-reduce of its own, so adapters get a copy of the
+    inputs, whose gradient comes after the kernels'. XLA leaves no copy in the program.
+    """
+    has_adapters = any(one.lora_a is not None for one in maps)
+    copied = jnp.copy(inputs) if has_adapters else None
+    return tuple(one(inputs, adapter_inputs=copied) for one in maps)
 
 
 class TokenTable(nnx.Embed):

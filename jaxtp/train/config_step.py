@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from jaxtp import models
 from jaxtp.compile.options import CompileOptions, compile_options
-from jaxtp.config.settings import Communication, Config
+from jaxtp.config.settings import Config
 from jaxtp.models.lora import is_adapter
 from jaxtp.placement.arrays import shard, shard_batch
 from jaxtp.plan.decisions import Plan
@@ -19,6 +19,10 @@ from jaxtp.train.optimizer import build_optimizer
 from jaxtp.train.planning import model_of
 from jaxtp.train.step import Step, jit_step
 from jaxtp.train.update import TrainState, Update, init_state, make_update
+
+REDUCTIONS = "xla_gpu_all_reduce_combine_threshold_bytes"
+LARGEST = 2**31 - 1
+"""No threshold, in bytes."""
 
 
 def step_of(
@@ -54,10 +58,18 @@ def is_abstract(state: TrainState) -> bool:
     return isinstance(state.num_updates, jax.ShapeDtypeStruct)
 
 
-def options_of(communication: Communication) -> CompileOptions:
-    """The compile options of a section of settings."""
+def options_of(config: Config) -> CompileOptions:
+    """The compile options of a config's communication.
+
+    Where adapters are trained, an all-reduce takes whatever else there is to sum with it, of any
+    size: that is then the narrow product of an adapter, or gradients of adapters.
+    """
+    communication = config.communication
+    joins = config.lora.rank and communication.gradient_fusion
     return compile_options(
-        overlap=communication.overlap, gradient_fusion=communication.gradient_fusion
+        overlap=communication.overlap,
+        gradient_fusion=communication.gradient_fusion,
+        extra={REDUCTIONS: LARGEST} if joins else None,
     )
 
 

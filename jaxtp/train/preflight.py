@@ -47,7 +47,7 @@ def preflight_config(
         config: Settings; `target` says for which machine, e.g. `h100:8x8`.
         entry: What makes the step from the settings, `module:function`; another one than
             `step_on_target` compiles the same run by another plan, against the same lower bound.
-        options: Compile options other than those of `config.communication`.
+        options: Compile options other than those of `options_of`.
         time_limit: Seconds that the compiler may take.
         on_progress: Called a few times a second with the seconds so far.
 
@@ -72,7 +72,7 @@ def preflight_config(
         target=target,
         mesh=dict(plan.mesh.sizes),
         keywords={"settings": json.dumps(dataclasses.asdict(config), default=str)},
-        options=options or options_of(config.communication),
+        options=options or options_of(config),
         tensor_axes=plan.mesh.tp,
         floor_bytes=plan_floor_bytes(plan, dims, tokens=tokens, dtype=model.dtype),
         model_flops=model_flops(plan, dims, tokens=tokens, seq=config.seq_len).full,

@@ -106,7 +106,7 @@ def prepare(config: Config, *, resumes: bool = False) -> Setup:
             plan,
             mesh,
             state,
-            options=options_of(config.communication) if on_gpu else None,
+            options=options_of(config) if on_gpu else None,
         ),
         text=text,
         validate=functools.partial(_validate, _mean(loss_of(model), plan, mesh)),

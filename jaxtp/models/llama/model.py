@@ -31,7 +31,7 @@ from jaxtp.models.layers import (
 from jaxtp.models.llama.config import LlamaConfig
 from jaxtp.models.llama.rotary import angles, layer_frequencies, sliding_layers
 from jaxtp.models.moe import GatedMLP, MoE, Routing
-from jaxtp.models.projections import Linear, TokenTable
+from jaxtp.models.projections import Linear, TokenTable, products
 from jaxtp.plan.stored_form import mask_padding
 
 ACTIVATION: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -91,7 +91,7 @@ class Attention(nnx.Module):
             # Under a plan that splits queries further than keys, K below counts a kv head once for
             # each device that needs it: that makes gradients cheaper, and a cache larger.
             k_proj, v_proj = self._spread(k_proj), self._spread(v_proj)
-        q_BTNH, k_BTKH, v_BTKH = self.q_proj(h_BTD), k_proj(h_BTD), v_proj(h_BTD)
+        q_BTNH, k_BTKH, v_BTKH = products(h_BTD, self.q_proj, k_proj, v_proj)
         if config.qk_norm:
             q_BTNH, k_BTKH = self._normed(self.q_norm, q_BTNH), self._normed(self.k_norm, k_BTKH)
         q_BTNH, k_BTKH = rotary(q_BTNH, angles_BTH), rotary(k_BTKH, angles_BTH)
@@ -154,9 +154,8 @@ class MLP(GatedMLP):
 
     def __call__(self, h_BTD: jax.Array) -> jax.Array:
         """The MLP's result, (batch, tokens, hidden size)."""
-        gate_BTF = constrain(self.gate_proj(h_BTD), "mlp")
-        up_BTF = constrain(self.up_proj(h_BTD), "mlp")
-        return self.down_proj(self.act(gate_BTF) * up_BTF)
+        gate_BTF, up_BTF = products(h_BTD, self.gate_proj, self.up_proj)
+        return self.down_proj(self.act(constrain(gate_BTF, "mlp")) * constrain(up_BTF, "mlp"))
 
 
 NORMS = {
