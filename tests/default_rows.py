@@ -37,7 +37,7 @@ DEFAULT_ROWS: dict[str, tuple[str, ...]] = {
         "phi3-8", "olmo2-2", "smollm3-4", "mixtral-8", "qwen3_moe-4", "gpt2-4",
     ),
     "test_greedy_tokens_are_those_of_transformers": (
-        "qwen3-sizes3", "gemma3_text-sizes6", "gpt2-sizes11", "llama-sizes15",
+        "qwen3-tp8", "gemma3_text-tp8", "gpt2-tp8", "llama-dp2-tp4",
     ),
     "test_sixteen_steps_are_those_of_the_plain_function": (
         "fewer kv heads", "int8", "scanned", "mamba", "nnx", "t5 keys",

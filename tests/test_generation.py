@@ -4,6 +4,7 @@
 `scripts/make_hf_fixtures.py`.
 """
 
+import dataclasses
 import math
 from pathlib import Path
 
@@ -12,10 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import rounding
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import jaxtp
-from jaxtp.errors import BadConfig, BadPrompt, BadStages, PlanMismatch
+from jaxtp import models
+from jaxtp.errors import BadConfig, BadPrompt, BadStages, JaxtpWarning, PlanMismatch
 from jaxtp.generation import run
 from jaxtp.generation.sampling import Sampling, argmax, choose, threshold
 from jaxtp.io.hf import load_hf
@@ -58,7 +61,11 @@ MESHES = [{"tp": 2}, {"tp": 4}, {"tp": 8}, {"dp": 2, "tp": 4}]
 CASES = [(family, {"tp": 8}) for family in FAMILIES] + [("llama", sizes) for sizes in MESHES]
 
 
-@pytest.mark.parametrize(("family", "sizes"), CASES)
+def row(family, sizes):
+    return family + "".join(f"-{axis}{size}" for axis, size in sizes.items())
+
+
+@pytest.mark.parametrize(("family", "sizes"), CASES, ids=[row(*one) for one in CASES])
 def test_greedy_tokens_are_those_of_transformers(family, sizes):
     want = np.load(FIXTURES / family / "generated.npz")
     rows = zip(want["prompts"], want["lengths"], strict=True)
@@ -237,3 +244,60 @@ def test_stages_and_other_plans_are_refused():
     other = jaxtp.make_plan(model, {"tp": 2}, config=model.config, overrides={r"mlp/.*_proj": P()})
     with pytest.raises(PlanMismatch, match="the plan says"):
         jaxtp.generate(model, PROMPTS, plan=other)
+
+
+def test_adapters_answer_alike_beside_their_kernels_and_merged():
+    lora = models.Lora(rank=4, alpha=8.0, targets=("q_proj", "o_proj", "down_proj"))
+    float32 = {"param_dtype": "float32", "dtype": "float32"}
+    config = dataclasses.replace(models.config_of("llama-tiny"), lora=lora, **float32)
+    model = models.build(config)
+    noise = jax.random.normal(jax.random.key(5), (1000,)) * 0.3
+    adapters = nnx.state(model, nnx.LoRAParam)
+    nnx.update(model, jax.tree.map(lambda x: jnp.resize(noise, x.shape), adapters))
+    mesh = make_mesh(dp=2, tp=4)
+    placed = jaxtp.shard(model, mesh, config=config)
+    beside = jaxtp.generate(placed, PROMPTS, max_new_tokens=6)
+    models.merge_lora(placed)
+    merged = jaxtp.generate(placed, PROMPTS, max_new_tokens=6)
+    assert [a.tokens for a in merged] == [a.tokens for a in beside]
+    plain = models.build(dataclasses.replace(config, lora=None))
+    without = jaxtp.generate(plain, PROMPTS, max_new_tokens=6)
+    assert [a.tokens for a in without] != [a.tokens for a in beside]
+
+
+def test_rollouts_use_the_arrays_of_training_where_the_plans_agree():
+    config = models.config_of("llama-tiny")
+    model = models.build(config)
+    mesh = make_mesh(dp=2, tp=4)
+    training = jaxtp.make_plan(model, mesh, config=config)
+    placed = jaxtp.shard(model, mesh, plan=training)
+    rollout = jaxtp.make_plan(model, mesh, config=config, zero=0)
+    assert training.moved_bytes(rollout) == 0
+    again = jaxtp.shard(placed, mesh, plan=rollout)
+    before, after = (jax.tree.leaves(nnx.state(m)) for m in (placed, again))
+    pairs = zip(before, after, strict=True)
+    assert all(
+        a.addressable_data(0).unsafe_buffer_pointer()
+        == b.addressable_data(0).unsafe_buffer_pointer()
+        for a, b in pairs
+    )
+
+
+def test_parameters_sharded_over_the_batch_axes_are_gathered_once_or_warned_of():
+    config = models.config_of("llama-tiny")
+    model = models.build(config)
+    mesh = make_mesh(fsdp=2, tp=4)
+    training = jaxtp.make_plan(model, mesh, config=config)
+    rollout = jaxtp.make_plan(model, mesh, config=config, zero=0)
+    # A device has half of what it needs, of all that fsdp shards.
+    cut = [d for d in training.decisions if d.dim_on(("fsdp",)) is not None]
+    assert training.moved_bytes(rollout) == sum(d.bytes_per_device(training.mesh) for d in cut)
+    assert rollout.moved_bytes(training) == 0  # shards of what is there already
+    placed = jaxtp.shard(model, mesh, plan=training)
+    with pytest.warns(JaxtpWarning, match="TP043: fsdp shard parameters too, and every token"):
+        slow = jaxtp.generate(placed, PROMPTS, max_new_tokens=4, plan=training)
+    moved = jaxtp.shard(placed, mesh, plan=rollout)
+    fast = jaxtp.generate(moved, PROMPTS, max_new_tokens=4, plan=rollout)
+    assert [a.tokens for a in fast] == [a.tokens for a in slow]
+    with pytest.raises(PlanMismatch, match="not the same number of devices"):
+        training.moved_bytes(jaxtp.make_plan(model, {"tp": 4}, config=config))

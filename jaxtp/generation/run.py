@@ -12,7 +12,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
-from jaxtp.errors import BadPrompt, BadStages, PlanMismatch, Problems
+from jaxtp.errors import BadPrompt, BadStages, PlanMismatch, Problems, join, warn
 from jaxtp.generation.programs import Progress, Setting, prompt_program, token_program
 from jaxtp.generation.sampling import Sampling
 from jaxtp.mesh.build import auto_context
@@ -175,6 +175,13 @@ def plan_of(model: Decoder, plan: Plan | None = None) -> tuple[Plan | None, Mesh
             "the model lies in pipeline stages, and a token passes them one after the other",
             where="pp",
             fix="place it on a mesh of tp and dp: jaxtp.shard(model, mesh)",
+        )
+    if cut := [d for d in plan.decisions if d.dim_on(plan.mesh.batch) is not None]:
+        gathered = sum(d.num_bytes for d in cut) / 2**30
+        warn(
+            f"TP043: {join(plan.mesh.batch)} shard parameters too, and every token gathers "
+            f"{gathered:,.2f} GiB of them\n  fix: jaxtp.shard(model, mesh, zero=0) for generation; "
+            "plan.moved_bytes(other) says what that moves"
         )
     for path, sharding in shardings.items():
         want = plan[path].spec

@@ -209,6 +209,39 @@ class Plan:
                 lines.append(f"{path}: {before} -> {after}")
         return "\n".join(lines)
 
+    def moved_bytes(self, other: "Plan") -> int:
+        """Bytes that each device must receive for this plan's arrays to lie as in `other`.
+
+        0 where both agree: `jaxtp.shard(params, mesh, plan=other)` then copies nothing. Of an array
+        that lies elsewhere a device has the part that its old and its new shard share; shards
+        along independent axes share their product.
+
+        Args:
+            other: A plan of the same parameters on the same devices.
+
+        Raises:
+            PlanMismatch: TP045, if `other` lacks a parameter, or has another number of devices.
+        """
+        if other.mesh.num_devices != self.mesh.num_devices:
+            raise PlanMismatch(
+                f"{self.mesh} and {other.mesh} have not the same number of devices",
+                where="other",
+                fix="plans on one mesh; between others everything moves",
+            )
+        total = 0.0
+        for old in self.decisions:
+            new = other[old.path]
+            before, after = _cuts(old, self.mesh), _cuts(new, other.mesh)
+            if before == after and old.stored == new.stored:
+                continue
+            # Prefixes of the tensor axis nest in one dim; other axes do as sets.
+            shared = 1
+            for (axes, ways), (new_axes, new_ways) in zip(before, after, strict=True):
+                shared *= self.mesh.ways({*axes, *new_axes}) * max(ways, new_ways)
+            stored = math.prod(new.stored) * itemsize(new.dtype)
+            total += new.bytes_per_device(other.mesh) - stored / shared
+        return round(total)
+
     def rows(self) -> Iterator[tuple[str, int, ParamDecision]]:
         """`(path with repeated layers folded, how many, one of them)`, in the tree's order."""
         folded: dict[tuple[object, ...], list[ParamDecision]] = {}
@@ -316,6 +349,14 @@ class Plan:
             raise PlanMismatch(
                 f"not the JSON of a plan: {err!r}", fix="read a file written by plan.to_json()"
             ) from None
+
+
+def _cuts(d: ParamDecision, mesh: MeshShape) -> list[tuple[tuple[str, ...], int]]:
+    """Per dim: the axes besides the tensor axis, and shards along that one, factored or not."""
+    return [
+        (tuple(a for a in axes if a not in mesh.tp), mesh.ways(a for a in axes if a in mesh.tp))
+        for axes in d.spec
+    ]
 
 
 def _stages(layers: list[list[int]], micro_batches: int) -> Stages:
