@@ -39,6 +39,9 @@ ROWS = {
     "one layer, all run again": (LLAMA, {"fsdp": 8, "tp": 1}, 3, ONE, False),
     "two layers, products kept": (GPT, {"fsdp": 8, "tp": 1}, 3, TWO, True),
     "replicas": (QWEN, {"dp": 8, "tp": 1}, 0, {"num_hidden_layers": 4}, False),
+    "halves, all axes": (GPT, {"dp": 2, "fsdp": 2, "tp": 2}, 3, {}, True),
+    "halves of one layer": (QWEN, {"fsdp": 2, "tp": 4}, 3, {"num_hidden_layers": 1}, False),
+    "halves on replicas": (LLAMA, {"dp": 4, "tp": 2}, 0, {"num_hidden_layers": 2}, True),
 }
 
 
@@ -54,9 +57,11 @@ def test_loss_and_gradients_are_those_of_one_device(row):
     close(jax.device_get(got), jax.device_get(want))
 
 
-@pytest.mark.parametrize(("zero", "num_micro"), [(3, 1), (2, 4)])
-def test_three_updates_are_those_of_one_device(zero, num_micro):
-    sizes = {"fsdp": 8, "tp": 1}
+@pytest.mark.parametrize(
+    ("sizes", "zero", "num_micro"),
+    [({"fsdp": 8, "tp": 1}, 3, 1), ({"fsdp": 4, "tp": 2}, 3, 2), ({"fsdp": 2, "tp": 4}, 2, 1)],
+)
+def test_three_updates_are_those_of_one_device(sizes, zero, num_micro):
     hybrid_runs.check("llama", sizes, zero=zero, num_micro=num_micro, overlap="aggressive")
 
 

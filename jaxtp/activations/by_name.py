@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtp.errors import BadStages, SizeMismatch, UnknownActivation, join
-from jaxtp.mesh.axes import Axis, MeshShape
+from jaxtp.mesh.axes import Axis, MeshShape, Shards
 from jaxtp.mesh.build import refuse_explicit_context
 from jaxtp.plan.decisions import ParamDecision
 from jaxtp.plan.stages import Stages
@@ -143,8 +143,9 @@ class ActivePlan:
         return jax.lax.with_sharding_constraint(x, sharding)
 
     def mapped(self) -> "ActivePlan":
-        """What counts inside a `jax.vmap` over the tensor axes: the other axes only."""
-        return ActivePlan(self.shape.without([Axis.TP]), False, self.mesh)
+        """What counts inside a `jax.vmap` over the batch and tensor axes: the other axes only."""
+        mapped = [Axis.TP, *Axis.that_shard(Shards.BATCH)]
+        return ActivePlan(self.shape.without(mapped), False, self.mesh)
 
 
 # The one ambient value of jaxtp. A ContextVar would be invisible to jit: a function traced outside

@@ -6,7 +6,7 @@ what the remat policy keeps, and no gathered weight.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +15,7 @@ from jax import lax
 
 from jaxtp.activations.by_name import ActivePlan
 from jaxtp.errors import NotInterleaved, join
+from jaxtp.layers.gathering.loops import in_pairs
 from jaxtp.layers.gathering.one_layer import Layer, Run, trace_layer
 from jaxtp.layers.recomputation import Policy
 from jaxtp.mesh.axes import Axis
@@ -184,20 +185,6 @@ def _room(run: Run, one: Any) -> jax.Array:
     return run.weights.replicas.active.place(
         zeros, None, *axes, *[jax.sharding.PartitionSpec.UNCONSTRAINED] * (one.ndim - len(axes))
     )
-
-
-def in_pairs(turns: int, body: Callable[[jax.Array | int, Any], Any], carry: Any) -> Any:
-    """`lax.fori_loop(0, turns, body, carry)` with two turns in the loop's body.
-
-    What a turn hands on lies in one buffer while the next turn fills the other. With one turn in
-    the body XLA copies gathered weights and gradients at its end: three copies of a layer each way.
-    """
-
-    def pair(j: jax.Array, carry: Any) -> Any:
-        return body(2 * j + 1, body(2 * j, carry))
-
-    carry = lax.fori_loop(0, turns // 2, pair, carry)
-    return body(turns - 1, carry) if turns % 2 else carry
 
 
 def take(stacked: PyTree, index: jax.Array | int) -> PyTree:

@@ -96,6 +96,12 @@ class Weights:
     replicas: Replicas
     by_path: dict[str, Leaf]
 
+    @property
+    def are_sharded(self) -> bool:
+        """Whether replicas share them, so that there is something to gather."""
+        batch = {*self.replicas.axes}
+        return any(batch & {*entry} for one in self.by_path.values() for entry in one.spec)
+
     def shards(self, stacked: PyTree, index: jax.Array | int) -> PyTree:
         """One layer's weights as each device stores them, in the type of products."""
         active = self.replicas.active

@@ -25,6 +25,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxtp.activations.by_name import in_force
+from jaxtp.layers.gathering.loops import in_pairs
+from jaxtp.layers.gathering.weights import Weights
 from jaxtp.layers.interleaving.partial_blocks import Branch, Context, Partial, Ways
 from jaxtp.plan.trees import PyTree
 
@@ -43,13 +45,32 @@ class Stack:
         branches: Of a layer, in order.
         partials: Their blocks.
         num_pieces: Units of each on one half.
-        ways: The tensor axes.
+        ways: The devices.
+        weights: How the blocks' weights come to the replicas and their gradients leave them; None
+            with one replica.
     """
 
     branches: tuple[Branch, ...]
     partials: tuple[Partial, ...]
     num_pieces: tuple[int, ...]
     ways: Ways
+    weights: tuple[Weights, ...] | None
+
+    @property
+    def gathers(self) -> bool:
+        """Whether replicas share the blocks' weights, so that they are gathered a layer ahead."""
+        return any(one.are_sharded for one in self.weights or ())
+
+    def shards(self, params: Params, index: jax.Array | int) -> list[PyTree]:
+        """Of each branch, one layer's weights as devices store them, in the type of products."""
+        assert self.weights is not None
+        pairs = zip(self.weights, params, strict=True)
+        return [weights.shards(block, index) for weights, (_, block) in pairs]
+
+    def gather(self, shards: list[PyTree]) -> list[PyTree]:
+        """The same on all replicas."""
+        assert self.weights is not None
+        return [one.gather(part) for one, part in zip(self.weights, shards, strict=True)]
 
     @property
     def units(self) -> list[tuple[int, int]]:
@@ -106,9 +127,15 @@ def forward(
     num_units = len(stack.units)
     lead = (num_units - 1) // 2  # half A's, in units; see the drawing
 
-    def layer(index: jax.Array | int, start: list[Half], partial: jax.Array, final: bool) -> Turns:
+    def layer(
+        index: jax.Array | int,
+        start: list[Half],
+        partial: jax.Array,
+        gathered: Sequence[list[PyTree]],
+        final: bool = False,
+    ) -> Turns:
         """Both halves' work on a layer, half A `lead` units ahead, up to where it starts again."""
-        turns = Turns(stack, params, contexts, start, index, final=final)
+        turns = Turns(stack, params, contexts, start, index, gathered, final=final)
         turns.messages.append(Message(B, num_units - 1, -1, partial))
         for unit in range(num_units):
             ahead, unit_ahead = divmod(lead + unit, num_units)
@@ -117,14 +144,28 @@ def forward(
             turns.work(B, unit, 0)
         return turns
 
-    def body(index: jax.Array, carry: Any) -> Any:
-        turns = layer(index, *carry, final=False)
+    def body(index: jax.Array | int, carry: Any) -> Any:
+        halves, partial = carry
+        turns = layer(index, halves, partial, ())
         (message,) = turns.messages
         return turns.halves, message.partial
 
+    def gathering(index: jax.Array | int, carry: Any) -> Any:
+        halves, partial, own = carry
+        shards = stack.shards(params, index + 1)
+        kept = [half.kept for half in halves]
+        alive = [dataclasses.replace(half, kept=[]) for half in halves]
+        alive, partial, own, shards = lax.optimization_barrier((alive, partial, own, shards))
+        start = [dataclasses.replace(half, kept=k) for half, k in zip(alive, kept, strict=True)]
+        following = stack.gather(shards)
+        turns = layer(index, start, partial, (own, following))
+        (message,) = turns.messages
+        return turns.halves, *lax.optimization_barrier((message.partial, following))
+
     kept = [[jnp.zeros((num_layers, *x.shape), x.dtype)] * len(params) * keep for x in halves]
     start = [Half(x, None, [], streams) for x, streams in zip(halves, kept, strict=True)]
-    turns = Turns(stack, params, contexts, start, 0)
+    first = stack.gather(stack.shards(params, 0)) if stack.gathers else []
+    turns = Turns(stack, params, contexts, start, 0, (first,))
     turns.begin(A, 0, 0)
     for unit in range(lead):
         turns.work(A, unit, 0)
@@ -132,9 +173,15 @@ def forward(
     # Half B comes to every layer one message short; to the first one with a message of zeros.
     zeros = jnp.zeros_like(_piece(halves[B], 0, stack.num_pieces[-1]))
     turns.halves[B].sums = [zeros] * (stack.num_pieces[-1] - 1)
-    # Not a scan: where the index is the loop's own counter, XLA reads weights in place.
-    carry = lax.fori_loop(0, num_layers - 1, body, (turns.halves, stack.ways.copies(zeros)))
-    turns = layer(num_layers - 1, *carry, final=True)
+    carry = (turns.halves, stack.ways.copies(zeros))
+    last: Sequence[list[PyTree]] = ()
+    if stack.gathers:
+        both, partial, own = in_pairs(num_layers - 1, gathering, (*carry, first))
+        last = (own,)
+    else:
+        # Not a scan: where the index is the loop's own counter, XLA reads weights in place.
+        both, partial = lax.fori_loop(0, num_layers - 1, body, carry)
+    turns = layer(num_layers - 1, both, partial, last, final=True)
     turns.receive_all()
     return [half.x for half in turns.halves], [half.kept for half in turns.halves]
 
@@ -149,9 +196,11 @@ class Turns:
         contexts: list[Context],
         halves: Sequence[Half],
         layer: jax.Array | int,
+        gathered: Sequence[list[PyTree]],
         *,
         final: bool = False,
     ) -> None:
+        self.gathered = gathered  # weights of every branch, for this layer and the next
         self.stack, self.params, self.contexts = stack, params, contexts
         self.layer, self.final = layer, final
         self.halves = [dataclasses.replace(half) for half in halves]
@@ -164,7 +213,11 @@ class Turns:
             self.receive(self.messages.popleft())
         me, partial = self.halves[half], self.stack.partials[i]
         assert me.inputs is not None
-        weights = partial.cut(take(self.params[i][1], self.layer + ahead), me.x.dtype)
+        if self.stack.gathers:
+            own = self.gathered[ahead][i]
+        else:
+            own = take(self.params[i][1], self.layer + ahead)
+        weights = partial.cut(own, me.x.dtype)
         result = partial(weights, me.inputs[piece], self.contexts[half])
         if piece == self.stack.num_pieces[i] - 1:
             me.inputs = None

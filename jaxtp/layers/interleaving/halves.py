@@ -9,10 +9,11 @@ import jax.numpy as jnp
 
 from jaxtp.activations.by_name import ActivePlan
 from jaxtp.errors import NotInterleaved
+from jaxtp.layers.gathering.weights import Weights, weights_of
 from jaxtp.layers.interleaving.backward_pass import backward
 from jaxtp.layers.interleaving.forward_pass import Params, Stack, forward
 from jaxtp.layers.interleaving.partial_blocks import Branch, Context, Ways, partial_of
-from jaxtp.plan.trees import PyTree
+from jaxtp.plan.trees import PyTree, leaves
 
 Saved = tuple[Params, list[list[jax.Array]], list[Context]]
 
@@ -50,6 +51,7 @@ def interleave(
         partials=tuple(partial_of(branch, active) for branch in branches),
         num_pieces=tuple(2 if b.tokenwise and x_BTD.shape[1] % 2 == 0 else 1 for b in branches),
         ways=Ways(active),
+        weights=_weights(branches, x_BTD.dtype, active),
     )
     params = [(branch.norm_params, branch.block_params) for branch in branches]
     halves = [_half(x_BTD, half) for half in (0, 1)]
@@ -57,6 +59,24 @@ def interleave(
     contexts = [jax.tree.map(functools.partial(_half, half=half), fixed) for half in (0, 1)]
     behind = _differentiable(stack)(params, halves, contexts)
     return jnp.stack(behind, axis=1).reshape(x_BTD.shape)
+
+
+def _weights(
+    branches: Sequence[Branch], dtype: jnp.dtype, active: ActivePlan
+) -> tuple[Weights, ...] | None:
+    """How the blocks' weights come to the replicas; None if there is one."""
+    if active.shape.ways(active.shape.batch) == 1:
+        return None
+    found: list[Weights] = []
+    for branch in branches:
+        partial = partial_of(branch, active)
+        # What is cut is cast, as in `Partial.cut`; norms and biases inside keep their type.
+        types = [
+            w.dtype if partial.cuts[path].dim is None else dtype
+            for path, w in leaves(branch.block_params)
+        ]
+        found.append(weights_of(branch.block_params, types, active, branch.name))
+    return tuple(found)
 
 
 def _half(x: jax.Array, half: int) -> jax.Array:

@@ -10,13 +10,14 @@ Shape suffixes as in `jaxtp.models.layers`, and W ways: the devices along the te
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 
 from jaxtp.activations.by_name import ActivePlan, in_force
 from jaxtp.errors import NotInterleaved, join
+from jaxtp.layers.gathering.weights import Replicas, decision_of
 from jaxtp.plan.decisions import ParamDecision
 from jaxtp.plan.trees import PyTree, flatten, leaves, map_with_path
 from jaxtp.rules.roles import Role
@@ -67,30 +68,50 @@ class Cut:
 
 @dataclasses.dataclass(frozen=True)
 class Ways:
-    """The tensor axes of a plan as the leading dim of arrays."""
+    """The devices of a plan as the leading dim of arrays: replicas major, tensor axes minor."""
 
     active: ActivePlan
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The tensor axes."""
-        return self.active.shape.tp
+        """The axes of the dim: the batch axes, then the tensor axes."""
+        return (*self.active.shape.batch, *self.active.shape.tp)
 
     @property
     def num(self) -> int:
-        """Size of the dim."""
+        """Tensor-parallel devices of a replica."""
         return self.active.shape.tp_size
+
+    @property
+    def num_replicas(self) -> int:
+        """Replicas that share the batch."""
+        return self.active.shape.ways(self.active.shape.batch)
 
     def copies(self, x_BTD: jax.Array) -> jax.Array:
         """An entry for every device, (W, batch, tokens, width); nothing moves."""
-        x_WBTD = jnp.broadcast_to(x_BTD[None], (self.num, *x_BTD.shape))
-        return self.active.place(x_WBTD, self.axes, self._batch, None, None)
+        x_RBTD = x_BTD.reshape(self.num_replicas, -1, *x_BTD.shape[1:])
+        return self.each(self.active.place(x_RBTD, self._batch, None, None, None))
+
+    def each(self, x_R: jax.Array) -> jax.Array:
+        """(W, ...) of what each replica has, (R, ...)."""
+        tensor = self.active.shape.tp
+        x_RW = jnp.broadcast_to(x_R[:, None], (x_R.shape[0], self.num, *x_R.shape[1:]))
+        x_RW = self.active.place(x_RW, self._batch, tensor, *[None] * (x_RW.ndim - 2))
+        x_W = x_RW.reshape(-1, *x_R.shape[1:])
+        return self.active.place(x_W, self.axes, *[None] * (x_W.ndim - 1))
 
     def total(self, p_WBTD: jax.Array) -> jax.Array:
-        """The sum over the devices, (batch, tokens, width): one all-reduce in the type of `p`."""
+        """The sum over a replica's devices, (batch, tokens, width): one all-reduce in its type."""
         # Not jnp.sum, which adds in float32 and would move twice the bytes.
-        x_BTD = jax.lax.reduce_sum(p_WBTD, (0,))
+        x_RBTD = jax.lax.reduce_sum(self.by_replica(p_WBTD), (1,))
+        x_RBTD = self.active.place(x_RBTD, self._batch, None, None, None)
+        x_BTD = x_RBTD.reshape(-1, *x_RBTD.shape[2:])
         return self.active.place(x_BTD, self._batch, None, None)
+
+    def by_replica(self, x_W: jax.Array) -> jax.Array:
+        """(R, devices of one, ...) of `(W, ...)`."""
+        x_RW = x_W.reshape(self.num_replicas, self.num, *x_W.shape[1:])
+        return self.active.place(x_RW, self._batch, self.active.shape.tp, *[None] * (x_W.ndim - 1))
 
     @property
     def _batch(self) -> tuple[str, ...] | None:
@@ -118,6 +139,19 @@ class Partial:
         product over all of the batch would.
         """
 
+        def leaf(w_W: jax.Array) -> jax.Array:
+            num = self.ways.num_replicas
+            w_RW = jnp.broadcast_to(w_W[None], (num, *w_W.shape))
+            active, batch = self.ways.active, self.ways.active.shape.batch
+            w_RW = active.place(w_RW, batch, active.shape.tp, *[None] * (w_W.ndim - 1))
+            w_W = w_RW.reshape(-1, *w_W.shape[1:])
+            return active.place(w_W, self.ways.axes, *[None] * (w_W.ndim - 1))
+
+        return jax.tree.map(leaf, self.cut_once(params, dtype))
+
+    def cut_once(self, params: PyTree, dtype: jnp.dtype) -> PyTree:
+        """The same with an entry for each of one replica's devices."""
+
         def leaf(path: str, w: jax.Array) -> jax.Array:
             cut = self.cuts[path]
             if cut.added_once:
@@ -129,9 +163,38 @@ class Partial:
                 before, size, after = w.shape[: cut.dim], w.shape[cut.dim], w.shape[cut.dim + 1 :]
                 w = w.reshape(*before, cut.ways, size // cut.ways, *after)
                 w = jnp.repeat(jnp.moveaxis(w, cut.dim, 0), self.ways.num // cut.ways, axis=0)
-            return self.ways.active.place(w, self.ways.axes, *[None] * (w.ndim - 1))
+            return self.ways.active.place(w, self.ways.active.shape.tp, *[None] * (w.ndim - 1))
 
         return map_with_path(leaf, params)
+
+    def uncut(
+        self, params: PyTree, dtype: jnp.dtype, d_cut: PyTree, d_sums: Sequence[jax.Array]
+    ) -> PyTree:
+        """Gradients of one layer's weights on each replica, (R, ...), one dim for each batch axis.
+
+        Args:
+            params: The weights, as `cut` takes them.
+            dtype: Likewise.
+            d_cut: Cotangents of what `cut` gives.
+            d_sums: Cotangents of the block's sums, (batch, tokens, width), for a bias behind them.
+        """
+        _, pull = jax.vjp(lambda params: self.cut_once(params, dtype), params)
+        d_R = jax.vmap(lambda d: pull(d)[0], spmd_axis_name=self.ways.active.shape.batch or None)(
+            jax.tree.map(self.ways.by_replica, d_cut)
+        )
+        sizes = [self.ways.active.shape[axis] for axis in self.replica_axes]
+
+        def leaf(path: str, g_R: jax.Array) -> jax.Array:
+            if self.cuts[path].added_once:
+                g_R = sum((self._by_replica(d).sum((1, 2)) for d in d_sums), jnp.zeros_like(g_R))
+            return g_R.reshape(*sizes, *g_R.shape[1:])
+
+        return map_with_path(leaf, d_R)
+
+    @property
+    def replica_axes(self) -> tuple[str, ...]:
+        """Batch axes of more than one device."""
+        return Replicas(self.ways.active).axes
 
     def bias(self, params: PyTree, dtype: jnp.dtype) -> jax.Array | None:
         """What is added to the sum once, (width,); None if nothing is."""
@@ -140,10 +203,25 @@ class Partial:
 
     def __call__(self, cut_params: PyTree, h_WBTD: jax.Array, context: Context) -> jax.Array:
         """The partial results, (W, batch, tokens, width); nothing moves."""
-        # Constraints inside speak of one device's part: only the batch axes mean anything there.
+        whole = self.ways.num_replicas == 1
+        axes = {
+            name: None if one is None or whole or one.shape[0] == 1 else 0
+            for name, one in context.items()
+        }
+        own = {
+            name: one if one is None or axes[name] is None else self._own(one)
+            for name, one in context.items()
+        }
+        # Constraints inside speak of one device's part.
         with in_force(self.ways.active.mapped()):
-            mapped = jax.vmap(self.block, (0, 0, None), spmd_axis_name=self.ways.axes)
-            return mapped(cut_params, h_WBTD, context)
+            mapped = jax.vmap(self.block, (0, 0, axes), spmd_axis_name=self.ways.axes)
+            return mapped(cut_params, h_WBTD, own)
+
+    def _own(self, x_B: jax.Array) -> jax.Array:
+        return self.ways.each(self._by_replica(x_B))
+
+    def _by_replica(self, x_B: jax.Array) -> jax.Array:
+        return x_B.reshape(self.ways.num_replicas, -1, *x_B.shape[1:])
 
 
 def partial_of(branch: Branch, active: ActivePlan) -> Partial:
@@ -154,7 +232,7 @@ def partial_of(branch: Branch, active: ActivePlan) -> Partial:
             not know or does not shard over all tensor axes, experts, no or several row products.
     """
     shapes = {path: param.shape for path, param in flatten(branch.block_params).items()}
-    found = {path: _decision(f"{branch.name}/{path}", shapes[path], active) for path in shapes}
+    found = {path: decision_of(f"{branch.name}/{path}", shapes[path], active) for path in shapes}
     rows = [path for path, decision in found.items() if decision.role == Role.ROW]
     biases = [path for path, decision in found.items() if decision.role == Role.ROW_BIAS]
     if len(rows) != 1 or len(biases) > 1:
@@ -165,21 +243,6 @@ def partial_of(branch: Branch, active: ActivePlan) -> Partial:
         )
     cuts = {path: _cut(decision, active) for path, decision in found.items()}
     return Partial(Ways(active), branch.block, cuts)
-
-
-def _decision(path: str, shape: tuple[int, ...], active: ActivePlan) -> ParamDecision:
-    found = [
-        decision
-        for decision in active.decisions
-        if f"/{decision.path}".endswith(f"/{path}") and decision.shape == shape
-    ]
-    if not found or any(d.spec != found[0].spec or d.role != found[0].role for d in found):
-        raise NotInterleaved(
-            f"{len(found)} parameters of the plan have this path and the shape {shape}",
-            where=path,
-            fix="make the plan from this model",
-        )
-    return found[0]
 
 
 def _cut(decision: ParamDecision, active: ActivePlan) -> Cut:
