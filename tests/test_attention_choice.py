@@ -1,13 +1,16 @@
 """Which kernel of attention a run uses, and that it says why."""
 
+import dataclasses
 import importlib.util
 
 import pytest
 
+from jaxtp import models as presets
 from jaxtp.config.batch_sizes import resolve
 from jaxtp.config.files import changed
 from jaxtp.config.presets import preset
 from jaxtp.errors import BadConfig
+from jaxtp.models.attention import cudnn_obstacle
 from jaxtp.train.attention import choose_attention
 
 LLAMA = resolve(preset("llama3-8b"), 8)
@@ -18,7 +21,7 @@ LLAMA = resolve(preset("llama3-8b"), 8)
     [
         ({}, True, "cudnn", "no tokens x tokens arrays"),
         ({}, False, "xla", "there is no GPU"),
-        ({"precision.compute": "float32"}, True, "xla", "precision.compute is float32"),
+        ({"precision.compute": "float32"}, True, "xla", "16-bit types, not float32"),
         ({"precision.compute": "float16"}, True, "cudnn", "cudnn"),
         ({"mesh.tp": 16}, True, "xla", "8 do not divide by 16"),
         ({"data.packed": True, "seq_len": 127}, True, "xla", "even number of tokens, not 127"),
@@ -57,3 +60,12 @@ def test_ahead_of_any_gpu_the_library_is_needed(monkeypatch, found):
         return
     with pytest.raises(BadConfig, match=r'(?s)TP020 at attention: .* fix: .*"jaxtp\[cudnn\]"'):
         choose_attention(asked, on_gpu=True, ahead=True)
+
+
+def test_a_soft_cap_and_wide_heads_are_obstacles():
+    config = presets.config_of("llama3-8b")
+    assert not cudnn_obstacle(config, "bfloat16", 8)
+    capped = dataclasses.replace(config, attn_logit_softcapping=50.0)
+    assert cudnn_obstacle(capped, "bfloat16", 8) == "cuDNN's attention has no soft cap"
+    wide = dataclasses.replace(config, head_dim=256)
+    assert "heads of up to 128" in cudnn_obstacle(wide, "bfloat16", 8)

@@ -11,6 +11,30 @@ from jaxtp.layers.context.attention import attend_shared
 from jaxtp.layers.context.blocks import Scores
 from jaxtp.layers.context.dealing import sharing
 
+WIDEST_HEAD = 128
+"""cuDNN's limit in elements before Hopper (256 from there on), in multiples of 8. JAX asks the GPU
+that is there, so that a compiler without one gets the smaller limit."""
+
+
+def cudnn_obstacle(model: Any, dtype: str, tp: int) -> str:
+    """Why cuDNN cannot compute a model's attention on any GPU; "" if it can.
+
+    Args:
+        model: Its config, of any architecture.
+        dtype: Type of activations.
+        tp: Devices along the tensor axis.
+    """
+    kv_heads = getattr(model, "num_key_value_heads", model.num_attention_heads)
+    if dtype == "float32":
+        return "cuDNN takes 16-bit types, not float32"
+    if model.head_dim > WIDEST_HEAD or model.head_dim % 8:
+        return f"cuDNN takes heads of up to {WIDEST_HEAD} in multiples of 8, not {model.head_dim}"
+    if getattr(model, "attn_logit_softcapping", None):
+        return "cuDNN's attention has no soft cap"
+    if kv_heads % tp:
+        return f"cuDNN needs every kv head on one device, and {kv_heads} do not divide by {tp}"
+    return ""
+
 
 def attend(
     q_BTNH: jax.Array,

@@ -5,11 +5,8 @@ import importlib.util
 
 from jaxtp.config.settings import Config
 from jaxtp.errors import BadConfig
+from jaxtp.models.attention import cudnn_obstacle
 from jaxtp.train.planning import published_of
-
-WIDEST_HEAD = 128
-"""cuDNN's limit in elements before Hopper (256 from there on), in multiples of 8. JAX asks the GPU
-that is there, so that a compiler without one gets the smaller limit."""
 
 PACKAGE = "nvidia.cudnn"
 
@@ -67,16 +64,8 @@ def has_cudnn() -> bool:
 
 def obstacle(config: Config) -> str:
     """Why cuDNN cannot compute a run's attention; "" if it can."""
-    model, tp = published_of(config), config.mesh.tp
-    kv_heads = getattr(model, "num_key_value_heads", model.num_attention_heads)
-    if config.precision.compute == "float32":
-        return "cuDNN takes 16-bit types, and precision.compute is float32"
-    if model.head_dim > WIDEST_HEAD or model.head_dim % 8:
-        return f"cuDNN takes heads of up to {WIDEST_HEAD} in multiples of 8, not {model.head_dim}"
-    if getattr(model, "attn_logit_softcapping", None):
-        return "cuDNN's attention has no soft cap"
-    if kv_heads % tp:
-        return f"cuDNN needs every kv head on one device, and {kv_heads} do not divide by {tp}"
+    if why := cudnn_obstacle(published_of(config), config.precision.compute, config.mesh.tp):
+        return why
     # Both run inside a shard_map over some of the axes, where JAX cannot partition cuDNN's call.
     if config.mesh.pp > 1:
         return "cuDNN's call cannot be partitioned inside pipeline stages"

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 from numpy.typing import NDArray
 
 from jaxtp.errors import BadWeights, Problems, join
@@ -25,8 +26,10 @@ from jaxtp.io.hf.files import CONFIG, read_folder
 from jaxtp.io.json_text import read_json
 from jaxtp.io.progress import byte_bar
 from jaxtp.io.safetensors import Tensor
+from jaxtp.mesh.axes import MeshShape
 from jaxtp.mesh.build import auto_context, plan_mesh
-from jaxtp.models import Decoder, abstract
+from jaxtp.models import Config, Decoder, abstract
+from jaxtp.models.attention import cudnn_obstacle
 from jaxtp.models.lora import is_adapter
 from jaxtp.models.published import BUFFERS, HEAD, Storage, Stored, storages
 from jaxtp.placement.arrays import plan_for
@@ -52,7 +55,7 @@ def load_hf(
     param_dtype: str | None = None,
     dtype: str | None = None,
     remat: str = "none",
-    attention_implementation: Literal["xla", "cudnn"] = "xla",
+    attention_implementation: Literal["auto", "xla", "cudnn"] = "xla",
     progress: bool = True,
     **options: Any,
 ) -> tuple[Decoder, nnx.State]:
@@ -69,7 +72,8 @@ def load_hf(
         param_dtype: Type of the parameters; by default that of the file, as its config says.
         dtype: Type of activations and matrix products; by default that of the file.
         remat: As in the model's config.
-        attention_implementation: As in the model's config.
+        attention_implementation: As in the model's config; "auto" is cuDNN's on GPUs wherever type
+            and heads allow it, else XLA's.
         progress: Show a progress bar on stderr, in the first process.
         **options: Options of `make_plan`.
 
@@ -95,7 +99,9 @@ def load_hf(
         dtype=dtype or file_dtype,
         remat=remat,
         lora=None if adapter is None else read_lora(adapter),
-        attention_implementation=attention_implementation,
+        attention_implementation=attention_implementation
+        if attention_implementation != "auto"
+        else _kernel(config, dtype or file_dtype, mesh, plan, options),
     )
     model = abstract(config)
     names = family_of(fields, str(folder / CONFIG))[1].names
@@ -118,6 +124,15 @@ def load_hf(
         }
     model = map_with_path(lambda path, _: arrays[path], model)
     return model, nnx.state(model, nnx.Param)
+
+
+def _kernel(
+    config: Config, dtype: str, mesh: Any, plan: Plan | None, options: Mapping[str, Any]
+) -> Literal["xla", "cudnn"]:
+    """What "auto" comes to on a mesh."""
+    shape = MeshShape.of(mesh, options.get("axis_names")) if plan is None else plan.mesh
+    on_gpu = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "gpu"
+    return "cudnn" if on_gpu and not cudnn_obstacle(config, dtype, shape.tp_size) else "xla"
 
 
 def _file_dtype(fields: Mapping[str, Any], stored: Mapping[str, Tensor], where: str) -> str:
