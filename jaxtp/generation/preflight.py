@@ -35,6 +35,7 @@ from jaxtp.generation.programs import (
 )
 from jaxtp.generation.sampling import Sampling
 from jaxtp.hardware.gpus import Target
+from jaxtp.mesh.axes import Axis
 from jaxtp.mesh.build import plan_mesh
 from jaxtp.models.cache import Cache
 from jaxtp.placement.arrays import shard
@@ -97,7 +98,7 @@ class Workload:
         layers = self.layers or found.num_hidden_layers
         return dataclasses.replace(found, num_hidden_layers=layers, **types)
 
-    def plan(self, num_devices: int, mesh: Mesh | None = None) -> Plan:
+    def plan(self, num_devices: int) -> Plan:
         """The plan on so many devices.
 
         Raises:
@@ -110,9 +111,10 @@ class Workload:
                 where="tp",
                 fix="tp divides the devices, and what is left of them divides the batch",
             )
-        sizes = {"dp": dp, "tp": self.tp} if dp > 1 else {"tp": self.tp}
+        sizes = {Axis.DP.value: dp} if dp > 1 else {}
+        sizes[Axis.TP.value] = self.tp
         config = self.config
-        return make_plan(models.abstract(config), mesh or sizes, config=config, pad_vocab=True)
+        return make_plan(models.abstract(config), sizes, config=config, pad_vocab=True)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

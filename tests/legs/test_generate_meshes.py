@@ -1,0 +1,40 @@
+"""Every family answers alike on several meshes: greedy as transformers, and the same draws.
+
+python -m pytest tests/legs/test_generate_meshes.py
+
+Two programs a family and mesh, for three meshes; two minutes on two cores.
+"""
+
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import test_generation as small
+
+import jaxtp
+from jaxtp.models.registry import FAMILIES
+
+pytestmark = pytest.mark.filterwarnings("ignore:TP043")
+MESHES = ({"tp": 1}, {"tp": 4}, {"dp": 2, "tp": 4})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_draws_and_their_log_probabilities_are_those_of_one_device(family):
+    key = jax.random.key(7)
+    drawn = [
+        jaxtp.generate(small.load(family, **sizes), small.PROMPTS, key=key, **small.SAMPLED)
+        for sizes in MESHES
+    ]
+    for answers in drawn[1:]:
+        assert [a.tokens for a in answers] == [a.tokens for a in drawn[0]]
+        for got, want in zip(answers, drawn[0], strict=True):
+            np.testing.assert_allclose(got.log_probabilities, want.log_probabilities, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_on_replicas_are_those_of_transformers(family):
+    small.test_greedy_tokens_are_those_of_transformers(family, {"dp": 2, "tp": 4})
