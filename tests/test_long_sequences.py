@@ -16,7 +16,7 @@ import jaxtp
 from jaxtp.activations.by_name import use_plan
 from jaxtp.config.batch_sizes import resolve
 from jaxtp.config.settings import Batch, Communication, Config, Mesh
-from jaxtp.errors import JaxtpWarning, SizeMismatch
+from jaxtp.errors import IdleDevices, JaxtpWarning, SizeMismatch
 from jaxtp.layers.context import blocks
 from jaxtp.layers.context.blocks import Scores, Side, View, gradients_of, merge, part_of
 from jaxtp.layers.context.dealing import pieces_of
@@ -209,3 +209,10 @@ def test_interleaving_says_that_it_does_not_go_with_it():
         pytest.warns(JaxtpWarning, match="TP073 at cp: devices along cp share every sequence"),
     ):
         jax.eval_shape(loss, params)
+
+
+def test_a_model_of_somebody_else_is_refused():
+    params = {"w": jax.ShapeDtypeStruct((16, 16), jnp.float32)}
+    plan = jaxtp.make_plan(params, {"cp": 4, "tp": 2})
+    with pytest.raises(IdleDevices, match=r"TP011 at cp: parallelize .* 4 devices would do"):
+        jaxtp.parallelize(lambda params, x: x @ params["w"], plan)

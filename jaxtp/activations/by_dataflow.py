@@ -30,6 +30,8 @@ from jaxtp.activations.fused_products import (
 )
 from jaxtp.activations.left_alone import PRODUCTS, Told, lost, matters, stays_manual
 from jaxtp.activations.shared_products import product_at, shared
+from jaxtp.errors import IdleDevices
+from jaxtp.mesh.axes import Axis
 from jaxtp.mesh.build import own_mesh, refuse_explicit_context, without_explicit_axes
 from jaxtp.plan.decisions import Plan
 from jaxtp.plan.trees import as_pytree, leaves
@@ -65,7 +67,10 @@ def parallelize(fn: F, plan: Plan, mesh: Mesh | AbstractMesh | None = None) -> F
         BadMesh: TP010, when called, if the mesh has another number of devices than the plan, or
             the mesh of `jax.set_mesh` has Explicit axes.
         PlanMismatch: TP045, when called, if the plan lacks a parameter of the call.
+        IdleDevices: TP011, if the plan's mesh has devices along cp: jaxtp's own models share
+            sequences, a model of another's would do the same work on each of them.
     """
+    _refuse_shared_sequences(plan)
     told = Told()
 
     @functools.wraps(fn)
@@ -86,6 +91,18 @@ def parallelize(fn: F, plan: Plan, mesh: Mesh | AbstractMesh | None = None) -> F
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return cast(F, placed)
+
+
+def _refuse_shared_sequences(plan: Plan) -> None:
+    """Attention, positions and what else runs along a sequence are not rewritten for cp here."""
+    ways, name = plan.mesh.size_of(Axis.CP), plan.mesh.name_of(Axis.CP)
+    if ways > 1:
+        raise IdleDevices(
+            f"parallelize does not shard sequences: {ways} devices would do the same work",
+            where=name,
+            fix="models of jaxtp share sequences, see docs/long-sequences.md; for this one give "
+            "the devices to dp, fsdp or tp",
+        )
 
 
 class _Placer:
