@@ -10,7 +10,9 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from jaxtp.activations.by_dataflow import parallelize
+from jaxtp.compile.options import probe
 from jaxtp.errors import BadStep, PlanMismatch, join
+from jaxtp.generation.programs import READ_ONCE
 from jaxtp.mesh.build import auto_context, plan_mesh
 from jaxtp.placement.arrays import check_plan, put
 from jaxtp.placement.inputs import arguments, input_slots, is_placed
@@ -40,7 +42,8 @@ def jit_decode(
         plan: From `make_plan(params, mesh, fn=decode, inputs=...)`.
         mesh: The mesh that the parameters were placed with.
         donate: Let the new state use the memory of the old one, which is gone after the call.
-        compiler_options: XLA options for this function, e.g. from `jaxtp.compile_options`.
+        compiler_options: XLA options for this function; by default those with which products read
+            their weights once and in place (`generation.programs.READ_ONCE`).
 
     Raises:
         PlanMismatch: TP045, if the plan has no inputs.
@@ -70,13 +73,14 @@ class Decode:
         self._arguments, self._plan = arguments(plan), plan
         self.mesh = plan_mesh(mesh, plan.mesh)
         kept = [decision for decision in plan.inputs if decision.role == STATE]
+        options = probe(READ_ONCE).options if compiler_options is None else compiler_options
         self.jitted = jax.jit(
             functools.partial(_body, parallelize(decode, plan, mesh), [d.path for d in kept]),
             static_argnums=0,
             out_shardings=([self._sharding(d) for d in kept], None),
             donate_argnums=2 if donate else (),
             keep_unused=True,  # a dropped argument would not be donated
-            compiler_options=dict(compiler_options) if compiler_options else None,
+            compiler_options=dict(options) or None,
         )
 
     def __call__(self, params: PyTree, *inputs: PyTree) -> Any:
