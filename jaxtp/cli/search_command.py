@@ -1,6 +1,7 @@
 """`jaxtp search`: which mesh, and why not the others."""
 
 import contextlib
+import dataclasses
 import re
 import sys
 from collections.abc import Callable, Generator, Sequence
@@ -17,6 +18,8 @@ from jaxtp.config.write import to_toml
 from jaxtp.cost.candidates import describe_fields
 from jaxtp.cost.ranking import GIB
 from jaxtp.errors import BadUsage
+from jaxtp.generation.mesh_search import search_generation
+from jaxtp.generation.preflight import Workload
 from jaxtp.inspect.pages.search_page import search_html
 from jaxtp.train.machine_sizes import largest_batch, smallest_machine
 from jaxtp.train.mesh_advice import mesh_text
@@ -40,6 +43,7 @@ def search(
     max_gpus: int = 0,
     tokens_per_day: float = 0.0,
     largest: bool = False,
+    generate: bool = False,
     write: str = "",
     html: str = "",
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
@@ -60,11 +64,17 @@ def search(
             fits the run, and reaches `tokens_per_day` if that is given.
         tokens_per_day: What that machine has to reach.
         largest: Look for the largest batch, by doubling, whose micro-batch still fits at once.
+        generate: Look for the split into tp and dp to generate on instead: `batch` rows of `seq`
+            tokens, prompt and answer, by a preset.
         write: Write the best mesh here, as a config that scripts/train.py takes.
         html: Draw step time against memory of all candidates here.
         as_json: Print the table as data.
         time_limit: Seconds that the compiler may take for each mesh.
     """
+    if generate:
+        others = (fix, network, max_gpus, tokens_per_day, largest, write, html, as_json)
+        _generation(model, target, batch, seq, compiled, time_limit, any(others))
+        return
     config = run_of(_named(model), target=target, batch=batch, seq=seq)
     fixed = _fixed(fix)
     if max_gpus or tokens_per_day:
@@ -93,9 +103,43 @@ def search(
         print(f"wrote {write}: {mesh_text(result.best.candidate)}", file=sys.stderr)
 
 
+def _generation(
+    model: str, target: str, batch: int, seq: int, compiled: int, time_limit: float, others: bool
+) -> None:
+    """Prints the splits of a machine to generate on.
+
+    Raises:
+        BadUsage: TP132, with flags of a search for training.
+    """
+    if others:
+        raise BadUsage(
+            "generation is searched over tp and dp alone",
+            where="generate",
+            fix="model, --target, --batch, --seq, --compiled and --time-limit",
+        )
+    usual = Workload(model=model)
+    asked = dataclasses.replace(usual, batch=batch or usual.batch, context=seq or usual.context)
+    with _progress() as show:
+        result = search_generation(
+            asked,
+            target or "h100:1x8",
+            compile_best=compiled,
+            time_limit=time_limit,
+            on_progress=show,
+        )
+    print(result)
+    _ = result.best  # raises where nothing fits
+
+
 def _named(text: str) -> Config | str:
     """The settings in a file, or a preset's name."""
     if not Path(text).is_file():
+        if ":" in text:
+            raise BadUsage(
+                "a function is no preset and no config file",
+                where=text,
+                fix="jaxtp plan takes it; a step of it is compiled by jaxtp.preflight",
+            )
         return text
     config, lines = load(Path(text))
     for line in lines:

@@ -281,12 +281,7 @@ def preflight_generation(
         for phase in ("prefill", "decode")
     }
     table = 0 if getattr(config, "tie_word_embeddings", True) else _table_bytes(plan)
-    floor = float(weights - table + cache)
-    message = workload.batch // plan.mesh.ways(plan.mesh.batch) * config.hidden_size
-    group = [tuple(range(plan.mesh.tp_size))]
-    reduced = machine.collective_seconds("all-reduce", message * itemsize(config.dtype), group)
-    waits = 2 * config.num_hidden_layers * reduced if plan.mesh.tp_size > 1 else 0.0
-    bandwidth = COMPILED_MEMORY_SHARE * machine.device.hbm_bandwidth
+    floor_bytes, floor_seconds = token_floor(workload, plan, machine)
     fixed = max(p.report.peak_bytes for p in phases.values()) - cache
     # Temporaries of a prompt grow with its rows and tokens, as the cache does.
     growing = max(fixed - weights, 0) + cache
@@ -301,11 +296,29 @@ def preflight_generation(
         card_bytes=card,
         prefill=phases["prefill"],
         decode=phases["decode"],
-        floor_bytes=floor,
-        floor_seconds=floor / bandwidth + waits,
+        floor_bytes=floor_bytes,
+        floor_seconds=floor_seconds,
         largest_batch=int(workload.batch * room),
         largest_context=int(workload.context * room),
     )
+
+
+def token_floor(workload: Workload, plan: Plan, machine: Target) -> tuple[float, float]:
+    """Bytes that a device must read for one token of every row, and the seconds it must take.
+
+    Args:
+        workload: What is asked.
+        plan: Where parameters lie.
+        machine: Whose memory and links.
+    """
+    config = workload.config
+    table = 0 if getattr(config, "tie_word_embeddings", True) else _table_bytes(plan)
+    read = float(plan.bytes_per_device - table + cache_bytes(workload, plan))
+    message = workload.batch // plan.mesh.ways(plan.mesh.batch) * config.hidden_size
+    group = [tuple(range(plan.mesh.tp_size))]
+    reduced = machine.collective_seconds("all-reduce", message * itemsize(config.dtype), group)
+    waits = 2 * config.num_hidden_layers * reduced if plan.mesh.tp_size > 1 else 0.0
+    return read, read / (COMPILED_MEMORY_SHARE * machine.device.hbm_bandwidth) + waits
 
 
 def cache_bytes(workload: Workload, plan: Plan) -> int:
