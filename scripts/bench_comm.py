@@ -1,7 +1,7 @@
 """What tensor parallelism moves, hides and holds: every step compiled by the real GPU compiler.
 
     python scripts/bench_comm.py                     all sections
-    python scripts/bench_comm.py --only floor        one of floor, replicas, overlap, memory, gpt3
+    python scripts/bench_comm.py --only floor        or replicas, overlap, bound, memory, gpt3
     python scripts/bench_comm.py --only gpt3 --json
 
 No GPU is needed and nothing runs: memory, messages and their bytes are the compiler's, seconds and
@@ -24,10 +24,11 @@ from tables import Cell, Flag, Section, tabulate
 
 from jaxtp.compile.analysis import RUNTIME_BYTES
 from jaxtp.compile.options import compile_options
-from jaxtp.compile.report import GIB, Report, Row
+from jaxtp.compile.report import GIB, Link, Report, Row
 from jaxtp.config.files import changed
 from jaxtp.config.presets import preset
 from jaxtp.config.settings import Config
+from jaxtp.hardware.gpus import LINKS
 from jaxtp.hardware.links import MIB
 from jaxtp.train.attention import has_cudnn
 from jaxtp.train.preflight import preflight_config
@@ -309,6 +310,105 @@ def overlap(compiler: Compiler) -> Section:
     )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Strategy:
+    """One row of `bound`."""
+
+    model: str
+    target: str
+    batch: int
+    mesh: Mapping[str, int]
+    limit: float
+    """The most that a step may take, over the longest of its work and its links' needs."""
+
+    params: Literal["float32", "bfloat16"] = "float32"
+    """Type of parameters and moments."""
+
+
+STRATEGIES = (
+    Strategy(
+        model="llama3-70b", target="h100:8x8", batch=16, mesh={"fsdp": 8, "tp": 8}, limit=1.10
+    ),
+    Strategy(
+        model="llama3-70b", target="h100:8x8", batch=64, mesh={"fsdp": 64, "tp": 1}, limit=1.05
+    ),
+    Strategy(model="llama3-8b", target="h100:8x8", batch=32, mesh={"dp": 8, "tp": 8}, limit=1.12),
+    Strategy(
+        model="llama3-8b", target="h100:2x8", batch=32, mesh={"fsdp": 16, "tp": 1}, limit=1.05
+    ),
+    Strategy(
+        model="llama3-70b",
+        target="h200:1x8",
+        batch=2,
+        mesh={"tp": 8},
+        limit=1.01,
+        params="bfloat16",
+    ),
+)
+
+
+def bound(compiler: Compiler) -> Section:
+    """Whole steps of the real depth over their bound, by default and by `aggressive`."""
+    kernel, rows = attention(), list[dict[str, Cell]]()
+    thresholds: list[tuple[str, bool]] = []
+    for one in STRATEGIES:
+        step = preset(
+            one.model,
+            **{
+                "target": one.target,
+                "batch.size": one.batch,
+                "seq_len": 4096,
+                "attention": kernel,
+                "precision.params": one.params,
+                **{f"mesh.{axis}": size for axis, size in one.mesh.items()},
+            },
+        )
+        mesh = " x ".join(f"{axis} {size}" for axis, size in one.mesh.items())
+        for profile in ("auto", "aggressive"):
+            case = Case(step=changed(step, {"communication.overlap": profile}), scheduler=profile)
+            report = compiler(case)
+            seconds = report.step_seconds_modelled
+            exposed = sum(link.exposed_seconds for link in report.links)
+            longest = max(seconds - exposed, report.bound_seconds or 0.0)
+            links = {link.name: link for link in report.links}
+            rows.append(
+                {
+                    "model": one.model,
+                    "mesh": f"{mesh}, {one.target}",
+                    "overlap": profile,
+                    "ms": round(seconds * 1e3, 1),
+                    "products": round(report.product_seconds * 1e3, 1),
+                    "other work": round((seconds - exposed - report.product_seconds) * 1e3, 1),
+                    **{name: _link_cell(links.get(name)) for name in LINKS},
+                    "x bound": round(report.bound_ratio or 0.0, 3),
+                    "x longest": round(seconds / longest, 3),
+                    "peak GiB": round(report.peak_bytes / GIB, 2),
+                    "fits": report.fits,
+                }
+            )
+        ratio = seconds / longest
+        text = f"{one.model}, {mesh}: at most {one.limit}x work or link: {ratio:.3f}x"
+        thresholds.append((text, ratio <= one.limit))
+    return Section(
+        title=f"steps over their bound, sequences of 4096, {kernel} attention",
+        rows=rows,
+        thresholds=thresholds,
+        notes=[
+            "links: ms busy, exposed, needed by the strategy; Adam in float32, on H200 in bfloat16",
+            "x bound: the step over the longest of matrix products and needs",
+            "x longest: over the longest of all work, elementwise included, and needs: 1.0 where "
+            "nothing is exposed that need be",
+        ],
+    )
+
+
+def _link_cell(link: Link | None) -> str:
+    if link is None:
+        return "-"
+    times = (link.busy_seconds, link.exposed_seconds, link.needed_seconds or 0.0)
+    return "/".join(f"{one * 1e3:.0f}" for one in times)
+
+
 def memory(compiler: Compiler) -> Section:
     """The aggressive profile against the step that one writes first."""
     step = preset("llama3-8b", **{"batch.size": 4, "seq_len": 4096, "attention": attention()})
@@ -410,6 +510,7 @@ SECTIONS: Mapping[str, Callable[[Compiler], Section]] = {
     "floor": floor,
     "replicas": replicas,
     "overlap": overlap,
+    "bound": bound,
     "memory": memory,
     "gpt3": gpt3,
 }
@@ -422,7 +523,7 @@ class Options:
     as_json: Annotated[Flag, tyro.conf.arg(name="json")] = False
     """Print JSON instead of tables."""
 
-    only: Literal["", "floor", "replicas", "overlap", "memory", "gpt3"] = ""
+    only: Literal["", "floor", "replicas", "overlap", "bound", "memory", "gpt3"] = ""
     """One section; default: all."""
 
 

@@ -235,7 +235,7 @@ OBSTACLES = {
         dataclasses.replace(LLAMA, num_attention_heads=12, num_key_value_heads=12), 8, 4, {},
     ),
     "a row parameter with 1 parts": (dataclasses.replace(LLAMA, intermediate_size=45), 8, 4, {}),
-    "row products: none": (MIXTRAL, 8, 4, {}),
+    "experts choose tokens": (MIXTRAL, 8, 4, {}),
     "0 parameters of the plan have this path": (LLAMA, 8, 4, {"decisions": ()}),
 }  # fmt: skip
 
