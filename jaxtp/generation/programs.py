@@ -26,8 +26,6 @@ READ_ONCE: Mapping[str, Value] = {
     # XLA makes one product of several by the same input, q with k with v: for each token it would
     # read their weights, write them one after the other, and read that.
     "xla_gpu_dot_merger_threshold_mb": 0,
-    # A product takes one layer's slice of stacked weights where it lies, without a copy.
-    "xla_gpu_enable_dynamic_slice_fusion": True,
 }
 """Compile options of the loop over tokens, whose time is that of reading weights and cache."""
 
