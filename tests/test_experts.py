@@ -26,7 +26,7 @@ from jaxtp.plan.stages import Stages
 from jaxtp.train.language import NextToken
 from jaxtp.train.update import init_state, make_update
 
-BATCH, SEQ, EXPERTS, CHOSEN = 8, 6, 8, 2
+BATCH, SEQ, EXPERTS, CHOSEN = 8, 8, 8, 2
 CONFIG = LlamaConfig(
     vocab_size=48,
     hidden_size=32,
@@ -62,7 +62,7 @@ def plain_loop(h_BTD, weights_BTK, index_BTK, experts, gate, capacity, *, groups
         inner_BTF = gate(h_BTD @ experts.gate_EDF[e], h_BTD @ experts.up_EDF[e])
         weight_BT = jnp.sum(weights_BTK * kept_BTK * (index_BTK == e), axis=-1)
         out_BTD += inner_BTF @ experts.down_EFD[e] * weight_BT[..., None]
-    return out_BTD, jnp.sum(~kept_BTK, axis=(1, 2))
+    return out_BTD, jnp.sum(~kept_BTK, axis=2)
 
 
 @functools.cache
@@ -105,6 +105,7 @@ CASES = [
     ({"ep": 4, "tp": 1}, 0.5, False, 4),
     ({"fsdp": 2, "ep": 2, "tp": 2}, 0.5, True, 4),
     ({"pp": 2, "ep": 2, "tp": 2}, 0.5, True, 4),
+    ({"ep": 2, "cp": 2, "tp": 2}, 0.5, False, 1),
 ]
 
 

@@ -75,23 +75,27 @@ class Layout:
 
     Attributes:
         tokens: The batch.
+        sequence: The tokens of each sequence.
         experts: The expert dim of the weights, major to minor.
         inner: The width inside an expert.
         ways: Devices along each axis.
     """
 
     tokens: tuple[str, ...] = ()
+    sequence: tuple[str, ...] = ()
     experts: tuple[str, ...] = ()
     inner: tuple[str, ...] = ()
     ways: tuple[tuple[str, int], ...] = ()
 
     @classmethod
-    def of(cls, active: ActivePlan | None, batch: int, shape: tuple[int, ...] = ()) -> "Layout":
+    def of(
+        cls, active: ActivePlan | None, batch: tuple[int, ...], shape: tuple[int, ...] = ()
+    ) -> "Layout":
         """The layout under a plan.
 
         Args:
             active: The plan in force.
-            batch: Sequences.
+            batch: (sequences, tokens of each, ...).
             shape: Of the gate's weights, (experts, hidden size, width); `()` for tokens alone.
         """
         if active is None:
@@ -104,14 +108,23 @@ class Layout:
         known = {name for _, name in active.shape.others} | set(active.shape.tp)
         usable = [name for name in sizes if name in known and name not in gathered]
         tokens = tuple(name for name in active.shape.batch if name in sizes)
-        while batch % math.prod(sizes[name] for name in tokens):
+        while batch[0] % math.prod(sizes[name] for name in tokens):
             tokens = tokens[:-1]  # too few sequences: the rest of the mesh sees the same ones
+        sequence = tuple(name for name in active.tokens if name in sizes)
+        if batch[1] % math.prod(sizes[name] for name in sequence):
+            sequence = ()
         return cls(
             tokens=tokens,
+            sequence=sequence,
             experts=tuple(name for name in expert_axes if name in usable),
             inner=tuple(name for name in inner_axes if name in active.shape.tp and name in sizes),
             ways=tuple(sizes.items()),
         )
+
+    @property
+    def axes(self) -> set[str]:
+        """All of them."""
+        return {*self.tokens, *self.sequence, *self.experts, *self.inner}
 
     @property
     def exchanged(self) -> tuple[str, ...]:
@@ -131,7 +144,7 @@ class Layout:
     @property
     def replicas(self) -> tuple[str, ...]:
         """Axes whose devices have the same experts and other tokens."""
-        return tuple(name for name in self.tokens if name not in self.experts)
+        return (*(name for name in self.tokens if name not in self.experts), *self.sequence)
 
     def size(self, axes: Iterable[str]) -> int:
         """Devices along some axes together."""
@@ -155,16 +168,16 @@ def by_device(choose: Callable[[jax.Array], jax.Array], wanted_BTE: jax.Array) -
     Left to XLA, `jax.lax.top_k` of a batch that two axes shard gathers all scores on every device.
     """
     wanted_BTE, active = jax.lax.stop_gradient(wanted_BTE), active_plan()
-    layout = Layout.of(active, len(wanted_BTE))
-    if active is None or not layout.tokens:
+    layout = Layout.of(active, wanted_BTE.shape)
+    if active is None or not layout.tokens + layout.sequence:
         return choose(wanted_BTE)
-    spec = _spec(layout.tokens, None, None)
+    spec = _spec(layout.tokens, layout.sequence, None)
     return jax.shard_map(
         choose,
         mesh=active.here,
         in_specs=spec,
         out_specs=spec,
-        axis_names=set(layout.tokens),
+        axis_names={*layout.tokens, *layout.sequence},
         check_vma=False,
     )(wanted_BTE)
 
@@ -188,23 +201,23 @@ def run_experts(
         capacity: How many tokens an expert takes from a device.
 
     Returns:
-        The sum, like `h_BTD`; and how many of the tokens x chosen of each sequence were dropped,
-        int32 (batch,).
+        The sum, like `h_BTD`; and by how many of its experts each token was dropped, int32 (batch,
+        tokens).
     """
     active = active_plan()
-    layout = Layout.of(active, h_BTD.shape[0], experts.gate_EDF.shape)
+    layout = Layout.of(active, h_BTD.shape, experts.gate_EDF.shape)
     run = functools.partial(_local, _Static(layout, gate, capacity, experts.gate_EDF.shape[0]))
-    if active is None or not layout.tokens + layout.experts + layout.inner:
+    if active is None or not layout.axes:
         one = jax.tree.map(lambda w: w[None], experts)
-        out_1BTD, dropped_B = run(h_BTD[None], weights_BTK[None], index_BTK, one)
-        return out_1BTD[0], dropped_B
+        out_1BTD, dropped_BT = run(h_BTD[None], weights_BTK[None], index_BTK, one)
+        return out_1BTD[0], dropped_BT
     # An entry for every device along the summed axes, and of the weights for every replica. What
     # moves, here and in the backward pass, is left to the partitioner: the sums and, with ZeRO, the
     # gathers of a dense MLP, outside of all rounds.
-    by_token = (layout.summed, layout.tokens, None)
+    by_token = (layout.summed, layout.tokens, layout.sequence)
     spread = functools.partial(_spread, active, layout.size(layout.summed))
     weights = [_sharded(active, layout, *row) for row in zip(experts, INNER_DIM, strict=True)]
-    out_RBTD, dropped_B = jax.shard_map(
+    out_RBTD, dropped_BT = jax.shard_map(
         run,
         mesh=active.here,
         in_specs=(
@@ -213,8 +226,8 @@ def run_experts(
             _spec(*by_token[1:], None),
             ExpertWeights(*(spec for _, spec in weights)),
         ),
-        out_specs=(_spec(*by_token, None), _spec(layout.tokens)),
-        axis_names={*layout.tokens, *layout.experts, *layout.inner},
+        out_specs=(_spec(*by_token, None), _spec(*by_token[1:])),
+        axis_names=layout.axes,
         check_vma=False,
     )(
         spread(h_BTD, *by_token, None),
@@ -223,7 +236,7 @@ def run_experts(
         ExpertWeights(*(w for w, _ in weights)),
     )
     # Not jnp.sum, which adds in float32 and would move twice the bytes.
-    return jax.lax.reduce_sum(out_RBTD, (0,)), dropped_B
+    return jax.lax.reduce_sum(out_RBTD, (0,)), dropped_BT
 
 
 def _spec(*entries: tuple[str, ...] | None) -> PartitionSpec:
@@ -290,7 +303,7 @@ def _local(
         num_later = -(-jnp.maximum(most - size, 0) // later)
         out_ND = out_ND + _later_rounds(static, (size, later), num_later, queue, inputs)
     is_dropped = jnp.broadcast_to(is_dropped, queue.rank_NK.shape).reshape(index_BTK.shape)
-    return out_ND.reshape(h_1BTD.shape), jnp.sum(is_dropped, axis=(1, 2), dtype=jnp.int32)
+    return out_ND.reshape(h_1BTD.shape), jnp.sum(is_dropped, axis=2, dtype=jnp.int32)
 
 
 def _own(static: _Static) -> jax.Array:

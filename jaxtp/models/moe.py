@@ -88,10 +88,11 @@ class MoE(nnx.Module):
         weights_BTC, index_BTC = choose(
             scores_BTE, self.routing, None if correction is None else correction[...]
         )
-        out_BTD, dropped_B = run_experts(
+        out_BTD, dropped_BT = run_experts(
             h_BTD, weights_BTC, index_BTC, self._weights(h_BTD.dtype), self._gate, self.capacity
         )
         if tally is not None:
+            dropped_B = jnp.sum(dropped_BT, axis=1)
             assigned_B = jnp.full_like(dropped_B, math.prod(index_BTC.shape[1:]))
             sums = balance(scores_BTE, index_BTC, self.routing)
             tally.add({**sums, "dropped": dropped_B, "assigned": assigned_B})
