@@ -70,9 +70,13 @@ def scan_layers(
         BadStages: TP074, if the parameters are not stored for the stages.
     """
     active = active_plan()
-    if active is not None and active.interleave and _has_batch_axes(active):
+    if active is not None and active.interleave and active.shape.ways(active.shape.batch) > 1:
         keep = remat_of(remat).layer
         try:
+            if active.stages is not None:
+                raise NotInterleaved(
+                    "layers run in pipeline stages", where="pp", fix="one of the two, not both"
+                )
             return run_ahead(body, keep, x_BTD, params, context or {}, rows or {}, active)
         except NotInterleaved as obstacle:
             warn(str(obstacle))
@@ -83,11 +87,6 @@ def scan_layers(
     return scan_counting(
         counting, x_BTD, params, zeros=lambda _: (), context=context, remat=remat, rows=rows
     )[0]
-
-
-def _has_batch_axes(active: ActivePlan) -> bool:
-    """Whether weights are gathered, or gradients reduced, between devices that run all layers."""
-    return active.stages is None and active.shape.ways(active.shape.batch) > 1
 
 
 def scan_counting(
