@@ -162,18 +162,10 @@ def forward(
         (message,) = turns.messages
         return turns.halves, *lax.optimization_barrier((message.partial, following))
 
-    kept = [[jnp.zeros((num_layers, *x.shape), x.dtype)] * len(params) * keep for x in halves]
-    start = [Half(x, None, [], streams) for x, streams in zip(halves, kept, strict=True)]
     first = stack.gather(stack.shards(params, 0)) if stack.gathers else []
-    turns = Turns(stack, params, contexts, start, 0, (first,))
-    turns.begin(A, 0, 0)
-    for unit in range(lead):
-        turns.work(A, unit, 0)
-        turns.receive_all()
-    # Half B comes to every layer one message short; to the first one with a message of zeros.
-    zeros = jnp.zeros_like(_piece(halves[B], 0, stack.num_pieces[-1]))
-    turns.halves[B].sums = [zeros] * (stack.num_pieces[-1] - 1)
-    carry = (turns.halves, stack.ways.copies(zeros))
+    carry = _opening(
+        Turns(stack, params, contexts, _started(params, halves, keep), 0, (first,)), lead
+    )
     last: Sequence[list[PyTree]] = ()
     if stack.gathers:
         both, partial, own = in_pairs(num_layers - 1, gathering, (*carry, first))
@@ -184,6 +176,26 @@ def forward(
     turns = layer(num_layers - 1, both, partial, last, final=True)
     turns.receive_all()
     return [half.x for half in turns.halves], [half.kept for half in turns.halves]
+
+
+def _started(params: Params, halves: list[jax.Array], keep: bool) -> list[Half]:
+    """Both halves in front of the first layer, with room for what is kept of each."""
+    num_layers = jax.tree.leaves(params)[0].shape[0]
+    kept = [[jnp.zeros((num_layers, *x.shape), x.dtype)] * len(params) * keep for x in halves]
+    return [Half(x, None, [], streams) for x, streams in zip(halves, kept, strict=True)]
+
+
+def _opening(turns: "Turns", lead: int) -> tuple[list[Half], jax.Array]:
+    """Half A's first `lead` units; both halves, and the message that the first layer receives."""
+    turns.begin(A, 0, 0)
+    for unit in range(lead):
+        turns.work(A, unit, 0)
+        turns.receive_all()
+    # Half B comes to every layer one message short; to the first one with a message of zeros.
+    num_pieces = turns.stack.num_pieces[-1]
+    zeros = jnp.zeros_like(_piece(turns.halves[B].x, 0, num_pieces))
+    turns.halves[B].sums = [zeros] * (num_pieces - 1)
+    return turns.halves, turns.stack.ways.copies(zeros)
 
 
 class Turns:
