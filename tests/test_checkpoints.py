@@ -6,7 +6,7 @@ import logging
 import random
 import shutil
 import sys
-import time
+import threading
 import types
 from pathlib import Path
 
@@ -377,33 +377,28 @@ def test_dropout_is_the_same_on_every_mesh_and_after_a_restart(tmp_path):
 
 
 def test_a_step_waits_for_a_slow_disk_only_behind_another_save(tmp_path, monkeypatch):
-    """Orbax writes as ever, and what it wrote counts as written when a slow disk would have it."""
-    bytes_per_second, finalize = 2**20, checkpoint_arrays.Handler.finalize
+    """Orbax writes as ever; the disk takes what it wrote when the test says so."""
+    taken, finalize = threading.Event(), checkpoint_arrays.Handler.finalize
 
     def slowly(handler, directory):
-        written = sum(file.stat().st_size for file in Path(directory).rglob("*") if file.is_file())
-        time.sleep(written / bytes_per_second)
+        assert taken.wait(60)
         finalize(handler, directory)
 
     monkeypatch.setattr(checkpoint_arrays.Handler, "finalize", slowly)
     mesh = jaxtp.make_mesh(tp=8)
     rows = NamedSharding(mesh, PartitionSpec("tp"))
-    key = jax.random.key(0)
-    w = jax.device_put(jax.random.normal(key, (512, 1024)), rows)  # 2 MiB, which do not compress
+    w = jax.device_put(jax.random.normal(jax.random.key(0), (512, 1024)), rows)
     step = jax.jit(lambda w: w + 1, donate_argnums=0)
-    jax.block_until_ready(step(jnp.copy(w)))
-    want, waited = np.asarray(w), []
+    want = np.asarray(w)
     with jaxtp.Checkpoints(tmp_path) as checkpoints:
-        begun = time.monotonic()
-        for number in (1, 2):
-            start = time.monotonic()
-            checkpoints.save(number, {"w": w})
-            waited.append(time.monotonic() - start)
-            w = jax.block_until_ready(step(w))
-        assert not (tmp_path / "2").exists()
+        checkpoints.save(1, {"w": w})
+        w = jax.block_until_ready(step(w))
+        # The arrays were copied and no more: the next step is done, and the disk has nothing yet.
+        assert not (tmp_path / "1").exists()
+        threading.Timer(0.2, taken.set).start()
+        checkpoints.save(2, {"w": w})
+        assert taken.is_set()  # the second waits for the first to be written
+        w = jax.block_until_ready(step(w))
         assert checkpoints.steps() == [1, 2]
-        assert time.monotonic() - begun > 2 * want.nbytes / bytes_per_second
         restored = checkpoints.restore({"w": w}, step=2)
-    # The first is copied and no more; the second waits for the first to be written.
-    assert waited[0] < 1.5 < waited[1]
     np.testing.assert_array_equal(restored.state["w"], want + 1)

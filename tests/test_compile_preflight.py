@@ -109,9 +109,10 @@ def _local_bytes(spec, shape):
 
 def test_time_and_overlap():
     report = good_report()
-    # Too small to hide much.
+    # Too small to hide much, but for sums over NVLink while one over the network is waited for.
     assert min(report.hidden_forward, report.hidden_backward) >= 0
-    assert max(report.hidden_forward, report.hidden_backward) < 0.3
+    assert report.hidden_forward < 0.3
+    assert report.hidden_share < 0.3
     peak = 989e12 * report.step_seconds_modelled
     assert report.mfu_modelled == pytest.approx(MODEL_FLOPS / 8 / peak)
     assert report.hfu_modelled == pytest.approx(report.flops_per_device / peak)
