@@ -109,10 +109,12 @@ def _local_bytes(spec, shape):
 
 def test_time_and_overlap():
     report = good_report()
-    # Too small to hide much, but for sums over NVLink while one over the network is waited for.
-    assert min(report.hidden_forward, report.hidden_backward) >= 0
-    assert report.hidden_forward < 0.3
-    assert report.hidden_share < 0.3
+    # Too small to hide much; backward, sums over NVLink move while the network is waited for.
+    assert 0 <= report.hidden_forward < 0.3
+    assert report.hidden_forward < report.hidden_backward < 1
+    sums = [row for row in report.collectives if "tp" in row.axes]
+    share = sum(row.exposed_seconds for row in sums) / sum(row.seconds for row in sums)
+    assert report.hidden_share == pytest.approx(1 - share)
     peak = 989e12 * report.step_seconds_modelled
     assert report.mfu_modelled == pytest.approx(MODEL_FLOPS / 8 / peak)
     assert report.hfu_modelled == pytest.approx(report.flops_per_device / peak)
