@@ -40,6 +40,7 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+LATENT = {"kv_lora_rank": 12, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 8}
 
 # Heads: 8 q / 2 kv do not divide on 4 and 8 devices, 6 q / 2 kv neither, one kv head never.
 MODELS = {
@@ -130,6 +131,53 @@ MODELS = {
         moe_intermediate_size=16,
         norm_topk_prob=True,
     ),
+    # Softmax and groups; what is rotated is also made larger. No tensor for queries of low rank.
+    "deepseek_v2": transformers.DeepseekV2Config(
+        **ROTARY,
+        **LATENT,
+        q_lora_rank=None,
+        num_attention_heads=4,
+        first_k_dense_replace=1,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        n_shared_experts=2,
+        moe_intermediate_size=16,
+        topk_method="group_limited_greedy",
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=1.5,
+        rope_scaling={
+            "rope_type": "yarn",
+            "factor": 8.0,
+            "beta_fast": 4.0,
+            "beta_slow": 1.0,
+            "original_max_position_embeddings": 32,
+        },
+    ),
+    # Sigmoid, a correction and groups; scores are scaled too.
+    "deepseek_v3": transformers.DeepseekV3Config(
+        **ROTARY,
+        **LATENT,
+        q_lora_rank=20,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        first_k_dense_replace=1,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        n_shared_experts=1,
+        moe_intermediate_size=16,
+        n_group=4,
+        topk_group=2,
+        rope_scaling={
+            "rope_type": "yarn",
+            "factor": 8.0,
+            "beta_fast": 4.0,
+            "beta_slow": 1.0,
+            "original_max_position_embeddings": 32,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.7,
+        },
+    ),
 }
 """Family -> config."""
 
@@ -153,6 +201,9 @@ def make(family: str) -> None:
             neutral *= name.endswith("weight") and not family.startswith("gemma")
             spread = 0.2 if parameter.ndim == 1 else parameter.shape[-1] ** -0.5
             parameter.copy_(neutral + spread * torch.randn_like(parameter))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.2 * torch.rand_like(buffer))
     model = model.to(torch.bfloat16 if family in BF16 else torch.float32)
     model.save_pretrained(folder, max_shard_size="40KB" if family in BF16 else "5GB")
     tokens = torch.randint(0, VOCAB, (BATCH, LENGTH))

@@ -37,7 +37,7 @@ from jaxtp.generation.sampling import Sampling
 from jaxtp.hardware.gpus import Target
 from jaxtp.mesh.axes import Axis
 from jaxtp.mesh.build import plan_mesh
-from jaxtp.models.cache import Cache
+from jaxtp.models.cache import cache_shape
 from jaxtp.placement.arrays import shard
 from jaxtp.plan.decisions import Plan
 from jaxtp.plan.trees import Spec, itemsize, partition_spec
@@ -323,12 +323,9 @@ def token_floor(workload: Workload, plan: Plan, machine: Target) -> tuple[float,
 
 def cache_bytes(workload: Workload, plan: Plan) -> int:
     """Bytes of the cache on one device."""
-    config = workload.config
-    heads = config.num_key_value_heads
-    rows = workload.batch // plan.mesh.ways(plan.mesh.batch)
-    own = heads // plan.mesh.ways(planned_cache(config, plan)[2])
-    slots = config.num_hidden_layers * rows * workload.context
-    return 2 * slots * own * config.head_dim * itemsize(config.dtype)
+    ways = plan.mesh.ways(plan.mesh.batch) * plan.mesh.ways(planned_cache(workload.config, plan)[2])
+    shape = cache_shape(workload.config, workload.batch, workload.context)
+    return sum(x.size * x.dtype.itemsize // ways for x in jax.tree.leaves(shape))
 
 
 def _table_bytes(plan: Plan) -> int:
@@ -420,7 +417,7 @@ def _struct(mesh: Mesh, shape: tuple[int, ...], dtype: Any, spec: tuple[Any, ...
 
 def planned_cache(config: Any, plan: Plan) -> Spec:
     """The spec of keys and values, (layers, batch, kv heads, slots, head width)."""
-    heads = plan.axes_for((config.num_key_value_heads,))
+    heads = plan.axes_for((cache_shape(config, 1, 1).keys.shape[2],))
     return ((), plan.mesh.batch, heads, (), ())
 
 
@@ -428,13 +425,14 @@ def _progress(workload: Workload, plan: Plan, mesh: Mesh, spec: Spec) -> Progres
     """The state of decoding as structs."""
     config, batch = workload.config, workload.batch
     rows = plan.mesh.batch
-    heads = config.num_key_value_heads
-    shape = (config.num_hidden_layers, batch, heads, workload.context, config.head_dim)
     key = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), batch)).dtype
     new = (batch, workload.new_tokens)
-    cache = _struct(mesh, shape, jnp.dtype(config.dtype), spec)
+    cache = jax.tree.map(
+        lambda x: _struct(mesh, x.shape, x.dtype, spec),
+        cache_shape(config, batch, workload.context),
+    )
     return Progress(
-        cache=Cache(cache, cache),
+        cache=cache,
         tokens=_struct(mesh, new, jnp.int32, (rows,)),
         nats=_struct(mesh, new, jnp.float32, (rows,)),
         num_new=_struct(mesh, (batch,), jnp.int32, (rows,)),

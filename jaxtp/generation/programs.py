@@ -114,7 +114,7 @@ def prompt_program(setting: Setting) -> Callable[..., Progress]:
             model = nnx.merge(setting.graph, params)
             batch = tokens_BP.shape[0]
             empty = model.init_cache(batch, setting.prompt_slots + setting.new_slots)
-            empty = Cache(*(constrain(x, "caches") for x in empty))
+            empty = jax.tree.map(lambda x: constrain(x, "caches"), empty)
             h_BPD, cache = model.extend(tokens_BP, empty, jnp.int32(0), first_B)
             new_BN = constrain(jnp.zeros((batch, setting.new_slots), jnp.int32), "tokens")
             progress = Progress(
@@ -163,7 +163,9 @@ def token_program(
         with setting.plan_in_force():
             return jax.lax.while_loop(goes_on, step, progress)
 
-    treedef = jax.tree.structure(Progress(Cache(0, 0), *range(7)))  # pyright: ignore[reportArgumentType]
+    rest = len(Progress._fields) - 1
+    cache = Cache(0, 0 if len(shardings) > rest + 1 else None)
+    treedef = jax.tree.structure(Progress(cache, *range(rest)))  # pyright: ignore[reportArgumentType]
     places = jax.tree.unflatten(treedef, shardings)
     options = dict(probe(READ_ONCE).options)
     return jax.jit(run, donate_argnums=1, out_shardings=places, compiler_options=options)

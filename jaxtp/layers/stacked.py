@@ -98,6 +98,7 @@ def scan_counting(
     context: Context | None = None,
     remat: str = "none",
     rows: Rows | None = None,
+    in_stages: bool = True,
 ) -> tuple[jax.Array, PyTree]:
     """`scan_layers` of layers that count something: what they count, summed over all of them.
 
@@ -112,13 +113,16 @@ def scan_counting(
         context: See there.
         remat: See there.
         rows: See there.
+        in_stages: Whether the plan's stages share these layers. If not, each stage runs all of them
+            on its part of the batch, as it does with what is no layer.
     """
     policies, active = remat_of(remat), active_plan()
     if policies.layer is not None:
         # A scan body is compiled on its own, so XLA cannot merge recomputation with the first run.
         body = jax.checkpoint(body, policy=policies.layer, prevent_cse=False)
     context, rows = context or {}, rows or {}
-    if active is None or active.stages is None:
+    if active is None or active.stages is None or not in_stages:
+        _check_apart(active, params, in_stages=in_stages)
 
         def step(carry: _Carry, layer: tuple[PyTree, Rows]) -> tuple[_Carry, None]:
             x, found = body(carry[0], layer[0], {**context, **layer[1]})
@@ -245,6 +249,25 @@ def _check(pipe: _Pipeline, x_BTD: jax.Array, params: PyTree) -> None:
             f"stacked parameters have {join(sorted(found))} rows; {stages.num_stages} stages x "
             f"{stages.num_rounds} rounds of at most {stages.block} layers are stored in {stored}",
             fix="parameters from jaxtp.shard or init_sharded under this plan",
+        )
+
+
+def _check_apart(active: ActivePlan | None, params: PyTree, *, in_stages: bool) -> None:
+    """Layers beside those of the stages lie in their own order only if they are fewer or more.
+
+    Raises:
+        BadStages: TP074, if there are as many, which a plan cannot tell apart.
+    """
+    if active is None or active.stages is None or in_stages:
+        return
+    stages = active.stages
+    counts = {leaf.shape[0] for leaf in jax.tree.leaves(params)}
+    if counts & {stages.num_layers, stages.num_stages * stages.num_rounds * stages.block}:
+        raise BadStages(
+            f"{stages.num_layers} layers in {stages.num_stages} stages, and as many in front of "
+            "them that all stages run",
+            where="pp",
+            fix="pp=1, or a model with more layers",
         )
 
 

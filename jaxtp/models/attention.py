@@ -56,7 +56,7 @@ def attend(
     Args:
         q_BTNH: Queries.
         k_BTKH: Keys.
-        v_BTKH: Values.
+        v_BTKH: Values; their heads may be narrower, and the result's are as wide.
         segment_ids_BT: Which segment each token belongs to; None: one.
         implementation: Kernel of `jax.nn.dot_product_attention`.
         window: How many tokens a token sees, itself included; None: all before it.
@@ -64,6 +64,12 @@ def attend(
         scale: What scores are multiplied by; None: 1 / sqrt(head width).
         softcap: Scores become softcap x tanh(score / softcap) before the mask; None: they do not.
     """
+    if (narrower := k_BTKH.shape[-1] - v_BTKH.shape[-1]) > 0:
+        # No kernel takes values of another width than that of keys.
+        v_BTKH = jnp.pad(v_BTKH, ((0, 0), (0, 0), (0, 0), (0, narrower)))
+        options = {"has_window": has_window, "scale": scale, "softcap": softcap}
+        heads = (q_BTNH, k_BTKH, v_BTKH)
+        return attend(*heads, segment_ids_BT, implementation, window, **options)[..., :-narrower]
     num_heads, num_kv_heads = q_BTNH.shape[2], k_BTKH.shape[2]
     units = (num_kv_heads, num_heads // num_kv_heads)
     q_BTNH = constrain(q_BTNH, "heads", units)
@@ -134,22 +140,35 @@ def capped_attention(
         seen &= mask[:, :, None]  # one for all groups of heads
     weights = jax.nn.softmax(jnp.where(seen, scores, jnp.finfo(jnp.float32).min), axis=-1)
     out_BTKGH = jnp.einsum("bkgts,bskh->btkgh", weights.astype(v_BSKH.dtype), v_BSKH)
-    return out_BTKGH.reshape(q_BTNH.shape)
+    return out_BTKGH.reshape(*q_BTNH.shape[:-1], -1)
 
 
-def rotary(x_BTNH: jax.Array, angles_BTH: jax.Array) -> jax.Array:
-    """Rotates pairs (i, i + R/2) of each head by their token's angles, in fp32; like `x`.
+def rotary(
+    x_BTNH: jax.Array,
+    angles_BTH: jax.Array,
+    *,
+    neighbours: bool = False,
+    magnitude: float = 1.0,
+) -> jax.Array:
+    """Rotates pairs of each head's elements by their token's angles, in fp32; like `x`.
 
-    Halves rather than neighbours, as Hugging Face checkpoints are stored. Of a head wider than R
-    the rest is left as it is.
+    Of a head wider than R the rest is left as it is.
 
     Args:
         x_BTNH: Queries or keys.
         angles_BTH: Radians, (batch or 1, tokens, R / 2).
+        neighbours: Whether pair i is (2i, 2i + 1), and not (i, i + R/2) as in most Hugging Face
+            checkpoints. Either way the result has first elements of all pairs, then second ones:
+            the products of queries and keys do not depend on their order.
+        magnitude: What rotated elements are multiplied by.
     """
-    cos, sin = jnp.cos(angles_BTH)[:, :, None, :], jnp.sin(angles_BTH)[:, :, None, :]
+    cos, sin = (f(angles_BTH)[:, :, None, :] * magnitude for f in (jnp.cos, jnp.sin))
     width = 2 * angles_BTH.shape[-1]
-    a, b = jnp.split(x_BTNH[..., :width].astype(jnp.float32), 2, axis=-1)
+    turning = x_BTNH[..., :width].astype(jnp.float32)
+    if neighbours:
+        a, b = turning[..., 0::2], turning[..., 1::2]
+    else:
+        a, b = jnp.split(turning, 2, axis=-1)
     turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTNH.dtype)
     if width == x_BTNH.shape[-1]:
         return turned

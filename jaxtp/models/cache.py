@@ -31,16 +31,33 @@ class Cache(NamedTuple):
 
     Attributes:
         keys: (layers, batch, kv heads, slots, head width), in the type of activations.
-        values: The same.
+        values: The same; None where keys are values too, as with the latents of DeepSeek-V2.
     """
 
-    keys: jax.Array
-    values: jax.Array
+    keys: Any
+    values: Any
 
     @property
     def num_slots(self) -> int:
         """Tokens that a row can have, padding included."""
         return self.keys.shape[3]
+
+
+def cache_shape(config: Any, batch: int, num_slots: int) -> Cache:
+    """Shapes and type of a model's cache.
+
+    Args:
+        config: Of any architecture.
+        batch: Rows.
+        num_slots: Tokens that each may have.
+    """
+    latent = getattr(config, "kv_lora_rank", None)
+    heads, width = config.num_key_value_heads, config.head_dim
+    if latent is not None:
+        heads, width = 1, latent + config.rotary_width
+    shape = (config.num_hidden_layers, batch, heads, num_slots, width)
+    struct = jax.ShapeDtypeStruct(shape, jnp.dtype(config.dtype))
+    return Cache(struct, struct if latent is None else None)
 
 
 class LayerCache:
@@ -55,7 +72,7 @@ class LayerCache:
         self,
         q_BTNH: jax.Array,
         k_BTKH: jax.Array,
-        v_BTKH: jax.Array,
+        v_BTKH: jax.Array | None,
         segment_ids_BT: jax.Array | None,
         implementation: Any,
         window: int | None,
@@ -63,31 +80,36 @@ class LayerCache:
         has_window: jax.Array | None = None,
         scale: float | None = None,
         softcap: float | None = None,
+        stored_BTKH: jax.Array | None = None,
     ) -> jax.Array:
         """As `jaxtp.models.attention.attend`, over all slots; writes the new keys and values.
 
         Several tokens are a prompt, in front of which there is nothing: they see each other. Of one
-        token there may be several copies a row, see `Decoder.extend`.
+        token there may be several copies a row, see `Decoder.extend`. Without values its keys are
+        those too.
+
+        `stored_BTKH` is written in place of a prompt's keys, and no values, where the cache holds
+        what these are made of.
         """
         options: dict[str, Any] = {"has_window": has_window, "scale": scale, "softcap": softcap}
         long = q_BTNH.shape[1] > LONGEST_AT_ONCE and implementation == "xla"
-        if long and segment_ids_BT is not None:
-            out_BTNH = in_blocks(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, window, **options)
-        elif q_BTNH.shape[1] > 1:
-            out_BTNH = attend(
-                q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, implementation, window, **options
-            )
-        else:
+        if v_BTKH is None or q_BTNH.shape[1] == 1:
             copies = q_BTNH.shape[0] // self.cache.keys.shape[1]
-            q_BTNH, k_BTKH, v_BTKH = (x[::copies] for x in (q_BTNH, k_BTKH, v_BTKH))
+            heads = (q_BTNH, k_BTKH, v_BTKH)
+            q_BTNH, k_BTKH, v_BTKH = jax.tree.map(lambda x: x[::copies], heads)
             out_BTNH = self._step(q_BTNH, k_BTKH, v_BTKH, window, **options)
             # Read before it is written: what is written waits for what was read, so that XLA
             # needs no copy of the cache to write in place.
             out_BTNH, k_BTKH, v_BTKH = jax.lax.optimization_barrier((out_BTNH, k_BTKH, v_BTKH))
             out_BTNH = jnp.repeat(out_BTNH, copies, axis=0)
-        self.cache = Cache(
-            *(self._written(*pair) for pair in zip(self.cache, (k_BTKH, v_BTKH), strict=True))
-        )
+        elif long and segment_ids_BT is not None:
+            out_BTNH = in_blocks(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, window, **options)
+        else:
+            out_BTNH = attend(
+                q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, implementation, window, **options
+            )
+        new = Cache(k_BTKH, v_BTKH) if stored_BTKH is None else Cache(stored_BTKH, None)
+        self.cache = jax.tree.map(self._written, self.cache, new)
         return out_BTNH
 
     def _written(self, all_LBKSH: jax.Array, new_BTKH: jax.Array) -> jax.Array:
@@ -99,7 +121,7 @@ class LayerCache:
         self,
         q_BTNH: jax.Array,
         k_BTKH: jax.Array,
-        v_BTKH: jax.Array,
+        v_BTKH: jax.Array | None,
         window: int | None,
         *,
         has_window: jax.Array | None,
@@ -111,7 +133,10 @@ class LayerCache:
         A slice of what a loop carries is read where it lies by the product that takes it; a slice
         of what has just been written would be copied first, three times its bytes.
         """
-        keys_BKSH, values_BKSH = (constrain(row_of(x, self.layer), "cache") for x in self.cache)
+        here = jax.tree.map(lambda x: constrain(row_of(x, self.layer), "cache"), self.cache)
+        keys_BKSH, values_BKSH = here
+        if v_BTKH is None:
+            values_BKSH, v_BTKH = keys_BKSH, k_BTKH
         num_kv_heads, num_slots, width = keys_BKSH.shape[1:]
         units = (num_kv_heads, q_BTNH.shape[2] // num_kv_heads)
         q_BTNH = constrain(q_BTNH, "heads", units)
@@ -184,7 +209,8 @@ def in_blocks(
         return constrain(out_BCNH, "heads", units)
 
     blocks = jax.lax.map(block, jnp.arange(0, num_tokens, QUERY_BLOCK))
-    return blocks.swapaxes(0, 1).reshape(batch, num_tokens, *q_BTNH.shape[2:])
+    heads = (q_BTNH.shape[2], v_BTKH.shape[-1])
+    return blocks.swapaxes(0, 1).reshape(batch, num_tokens, *heads)
 
 
 def scan_cached(
@@ -195,6 +221,7 @@ def scan_cached(
     cache: Cache,
     slot: jax.Array,
     first_B: jax.Array,
+    span: tuple[int, int],
 ) -> tuple[jax.Array, Cache]:
     """Runs stacked layers on new tokens; the residual stream behind them, and the cache.
 
@@ -210,6 +237,7 @@ def scan_cached(
             layer writes one slice.
         slot: Where the first new token goes.
         first_B: The slot of each row's first token.
+        span: The cache's layers that these are: the first one, and the one behind the last.
     """
     graph, params = nnx.split(layers)
     stacked = {"params": params, "rows": jax.tree.map(jnp.asarray, dict(rows))}
@@ -217,11 +245,11 @@ def scan_cached(
     def step(layer: jax.Array, carry: tuple[jax.Array, Cache]) -> tuple[jax.Array, Cache]:
         x_BTD, cache = carry
         row = jax.tree.map(lambda x: row_of(x, layer), stacked)
-        here = LayerCache(cache, layer, slot, first_B)
+        here = LayerCache(cache, layer + span[0] if span[0] else layer, slot, first_B)
         x_BTD = nnx.merge(graph, row["params"])(x_BTD, {**context, **row["rows"], "cache": here})
         return x_BTD, here.cache
 
-    return jax.lax.fori_loop(0, cache.keys.shape[0], step, (x_BTD, cache))
+    return jax.lax.fori_loop(0, span[1] - span[0], step, (x_BTD, cache))
 
 
 def row_of(x: jax.Array, layer: jax.Array) -> jax.Array:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from jaxtp.errors import SizeMismatch
 from jaxtp.layers.context.dealing import deal, undo
-from jaxtp.models.cache import Cache, scan_cached
+from jaxtp.models.cache import Cache, cache_shape, scan_cached
 from jaxtp.models.layers import Layer, Sums, normed, scan_layers
 
 
@@ -72,7 +72,13 @@ class Decoder(nnx.Module):
             segment_ids_BT = deal(segment_ids_BT)
         x_BTD = self.embed(tokens_BT, positions_BT)
         context, rows = self.context(positions_BT, segment_ids_BT)
-        x_BTD, sums = scan_layers(self.stacked, x_BTD, context, self.config.remat, rows)
+        sums: Sums | None = None
+        for layers, (start, stop) in zip(self.stacks, self.spans, strict=True):
+            own = {name: row[start:stop] for name, row in rows.items()}
+            in_stages = stop == self.config.num_hidden_layers
+            x_BTD, sums = scan_layers(
+                layers, x_BTD, context, self.config.remat, own, in_stages=in_stages
+            )
         return undo(normed(self.last_norm, x_BTD)), sums
 
     def extend(
@@ -93,16 +99,15 @@ class Decoder(nnx.Module):
         positions_BT = jnp.maximum(behind_BT, 0)
         x_BTD = self.embed(tokens_BT, positions_BT)
         context, rows = self.context(positions_BT, (behind_BT >= 0).astype(jnp.int32))
-        x_BTD, cache = scan_cached(self.stacked, x_BTD, context, rows, cache, slot, first_B)
+        for layers, span in zip(self.stacks, self.spans, strict=True):
+            own = {name: row[slice(*span)] for name, row in rows.items()}
+            x_BTD, cache = scan_cached(layers, x_BTD, context, own, cache, slot, first_B, span)
         return normed(self.last_norm, x_BTD), cache
 
     def init_cache(self, batch: int, num_slots: int) -> Cache:
         """An empty cache for so many rows and tokens."""
-        config = self.config
-        heads, width = config.num_key_value_heads, config.head_dim
-        shape = (config.num_hidden_layers, batch, heads, num_slots, width)
-        zeros = jnp.zeros(shape, config.dtype)
-        return Cache(zeros, zeros)
+        shape = cache_shape(self.config, batch, num_slots)
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shape)
 
     def check_length(self, num_tokens: int) -> None:
         """Whether positions up to this many exist; every family but GPT-2 has all.
@@ -112,9 +117,19 @@ class Decoder(nnx.Module):
         """
 
     @property
-    def stacked(self) -> Layer:
-        """All layers as one module."""
+    def stacks(self) -> tuple[Layer, ...]:
+        """All layers, those that are alike as one module; pipeline stages share the last ones.
+
+        Only the last ones may have experts.
+        """
         raise NotImplementedError
+
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """Of each of `stacks` the first layer, and the one behind the last."""
+        first = self.config.num_hidden_layers - self.config.num_staged_layers
+        last = (first, self.config.num_hidden_layers)
+        return ((0, first), last) if first else (last,)
 
     @property
     def last_norm(self) -> Callable[[jax.Array], jax.Array]:

@@ -70,6 +70,11 @@ class DecoderConfig:
         check_bounds(self)
         remat_of(self.remat)
 
+    @property
+    def num_staged_layers(self) -> int:
+        """Layers that pipeline stages share; those in front of them all stages run."""
+        return self.num_hidden_layers
+
 
 def residual_init(num_layers: int) -> jax.nn.initializers.Initializer:
     """Initialiser of a row kernel: variance 1/fan_in over the number of row products.
@@ -174,6 +179,8 @@ def scan_layers(
     context: Mapping[str, jax.Array | None],
     remat: str,
     rows: stacked.Rows | None = None,
+    *,
+    in_stages: bool = True,
 ) -> tuple[jax.Array, Sums | None]:
     """Runs stacked layers one after the other; compile time does not grow with depth.
 
@@ -187,6 +194,8 @@ def scan_layers(
         context: What blocks take beside their input, (batch or 1, ...), the same for all layers.
         remat: Key of `jaxtp.remat.REMAT`.
         rows: What differs between layers and is no parameter, (layers, ...), by name.
+        in_stages: Whether the plan's stages share these layers; otherwise each one runs all of them
+            on its part of the batch.
 
     Returns:
         The residual stream behind the last layer; and what experts count, None without any.
@@ -215,6 +224,13 @@ def scan_layers(
     how: Any = {"context": context, "remat": remat, "rows": rows}
     if layers.has_experts:
         return stacked.scan_counting(counting, x_BTD, params, zeros=no_sums, **how)
+    if not in_stages:
+
+        def plain(*inputs: Any) -> tuple[jax.Array, tuple[()]]:
+            return layer(*inputs), ()
+
+        how |= {"zeros": lambda _: (), "in_stages": False}
+        return stacked.scan_counting(plain, x_BTD, params, **how)[0], None
     return stacked.scan_layers(layer, x_BTD, params, **how), None
 
 

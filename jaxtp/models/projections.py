@@ -52,6 +52,15 @@ class Linear(nnx.LinearGeneral):
         return out + jnp.expand_dims(bias, range(out.ndim - bias.ndim))
 
 
+def kernel_of(linear: Linear) -> jax.Array:
+    """What a map multiplies by, its adapter included."""
+    kernel = linear.kernel[...]
+    if linear.lora_a is None or linear.lora_b is None:
+        return kernel
+    a, b = linear.lora_a[...], linear.lora_b[...]
+    return kernel + jnp.tensordot(a, b, axes=1).astype(kernel.dtype) * linear.lora_scale
+
+
 def products(inputs: jax.Array, *maps: Linear) -> tuple[jax.Array, ...]:
     """What each of several maps makes of the same inputs.
 

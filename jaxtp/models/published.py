@@ -29,11 +29,14 @@ class Stored(NamedTuple):
         dims: Dims of one tensor as stored -> as the model has them; without an arrow they agree.
         part: Which part of the tensor it is, where several parameters of one tensor lie one after
             the other along its first dim.
+        after: Path of the stack of layers that are numbered in front of this parameter's, if there
+            is one.
     """
 
     name: str
     dims: str
     part: int = 0
+    after: str = ""
 
 
 class Storage(NamedTuple):
@@ -46,6 +49,7 @@ class Storage(NamedTuple):
         order: Which dim of `split` each further dim of the parameter is.
         first: Rows of the tensor in front of this parameter's, where it is one of several parts.
         rows: Rows of the whole tensor.
+        before: Layers that are numbered in front of the first one.
     """
 
     stack: tuple[int, ...]
@@ -54,6 +58,11 @@ class Storage(NamedTuple):
     order: tuple[int, ...]
     first: int
     rows: int
+    before: int
+
+    def numbers(self, index: tuple[int, ...]) -> tuple[int, ...]:
+        """What stands in the tensor's name for an index into `stack`."""
+        return (index[0] + self.before, *index[1:]) if self.before else index
 
     @property
     def whole(self) -> tuple[int, ...]:
@@ -125,21 +134,30 @@ def refuse_contradiction(where: str, one: str, other: str) -> UnsupportedModel:
 
 
 def storages(
-    names: Mapping[str, Stored], shapes: Mapping[str, tuple[int, ...]]
+    names: Mapping[str, Stored],
+    shapes: Mapping[str, tuple[int, ...]],
+    among: Mapping[str, tuple[int, ...]] | None = None,
 ) -> dict[str, Storage]:
     """How every parameter of a model is stored.
 
     Args:
         names: Its family's table.
         shapes: Parameter path -> shape in elements.
+        among: The same of all parameters, if `shapes` has not all of them.
 
-    >>> storages({"o": Stored("layers.{}.o.weight", "d (n h) -> n h d")}, {"o": (2, 4, 8, 16)})["o"]
-    Storage(stack=(2,), shape=(16, 32), split=(16, 4, 8), order=(1, 2, 0), first=0, rows=16)
+    >>> names = {"o": Stored("layers.{}.o.weight", "d (n h) -> n h d")}
+    >>> how = storages(names, {"o": (2, 4, 8, 16)})["o"]
+    >>> how.stack, how.shape, how.split, how.order
+    ((2,), (16, 32), (16, 4, 8), (1, 2, 0))
     """
-    alone = {path: _storage(names[path], shape) for path, shape in shapes.items()}
-    parts: dict[str, list[str]] = {}
+    fronts = {path.partition("/")[0]: shape[:1] for path, shape in (among or shapes).items()}
+    alone: dict[str, Storage] = {}
+    for path, shape in shapes.items():
+        before = sum(fronts.get(names[path].after, ()))
+        alone[path] = _storage(names[path], shape)._replace(before=before)
+    parts: dict[tuple[str, int], list[str]] = {}
     for path in sorted(alone, key=lambda path: names[path].part):
-        parts.setdefault(names[path].name, []).append(path)
+        parts.setdefault((names[path].name, alone[path].before), []).append(path)
     found: dict[str, Storage] = {}
     for together in parts.values():
         sizes = [alone[path].shape[0] for path in together]
@@ -163,4 +181,5 @@ def _storage(stored: Stored, shape: tuple[int, ...]) -> Storage:
         order=tuple(letters.index(letter) for letter in model_letters),
         first=0,
         rows=stored_shape[0],
+        before=0,
     )

@@ -124,8 +124,8 @@ def stages_of(config: Config, model: models.Config) -> Stages | None:
         return None
     batch = {"micro_batches": pipeline.micro_batches, "num_rounds": pipeline.rounds}
     if kinds:
-        return deal(pipeline.load_balance, model.num_hidden_layers, kinds, **batch)
-    return Stages.even(model.num_hidden_layers, config.mesh.pp, **batch)
+        return deal(pipeline.load_balance, model.num_staged_layers, kinds, **batch)
+    return Stages.even(model.num_staged_layers, config.mesh.pp, **batch)
 
 
 def stage_kinds(config: Config) -> tuple[DeviceKind, ...]:

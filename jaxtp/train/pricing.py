@@ -69,10 +69,21 @@ def sizes_of(model: ModelConfig, seq: int) -> ModelSizes:
             "chosen": model.num_experts_per_tok,
             "capacity": model.capacity_factor,
             "shared_ffn": model.n_shared_experts * width,
+            "dense_layers": model.first_k_dense_replace,
+            "dense_ffn": model.intermediate_size,
+        }
+    latents: dict[str, int] = {}
+    if model.kv_lora_rank is not None:
+        latents = {
+            "kv_latent": model.kv_lora_rank,
+            "query_latent": model.q_lora_rank or 0,
+            "rotary_dim": model.rotary_width,
+            "value_dim": model.v_head_dim or 0,
         }
     return dataclasses.replace(
         sizes,
         **experts,
+        **latents,
         kv_heads=model.num_key_value_heads,
         head_dim=model.head_dim,
         gated=True,

@@ -86,7 +86,7 @@ def adapter_sources(model: Decoder, names: Mapping[str, Stored], folder: Path) -
     for path, (row, how) in adapter_table(model, names).items():
         sources[path] = Source(np.empty(how.stack, object), how)
         for index in np.ndindex(how.stack):
-            name = row.name.format(*index)
+            name = row.name.format(*how.numbers(index))
             wanted.add(name)
             if name not in stored:
                 continue
@@ -122,14 +122,15 @@ def adapter_table(model: Decoder, names: Mapping[str, Stored]) -> dict[str, tupl
         UnsupportedModel: TP096, for a kernel that is one of several in a tensor of its family.
     """
     shapes = {path: param.shape for path, param in flatten(model).items()}
-    shared = Counter(names[path].name for path in shapes if path in names)
+    tensors = {path: (names[path].name, names[path].after) for path in shapes if path in names}
+    shared = Counter(tensors.values())
     rows: dict[str, Stored] = {}
     for path in shapes:
         module, _, factor = path.rpartition("/")
         if factor not in FACTORS:
             continue
         kernel = names[f"{module}/kernel"]
-        if shared[kernel.name] > 1:
+        if shared[tensors[f"{module}/kernel"]] > 1:
             raise UnsupportedModel(
                 f"an adapter of {module}, which is one part of {kernel.name}",
                 where=path,
@@ -140,8 +141,8 @@ def adapter_table(model: Decoder, names: Mapping[str, Stored]) -> dict[str, tupl
         flat = side if " " not in side else f"({side})"
         dims = f"r {flat} -> {side} r" if is_a else f"{flat} r -> r {side}"
         name = kernel.name.removesuffix("weight") + f"lora_{'A' if is_a else 'B'}.weight"
-        rows[path] = Stored(PREFIX + name, dims)
-    hows = storages(rows, {path: shapes[path] for path in rows})
+        rows[path] = Stored(PREFIX + name, dims, after=kernel.after)
+    hows = storages(rows, {path: shapes[path] for path in rows}, among=shapes)
     return {path: (row, hows[path]) for path, row in rows.items()}
 
 

@@ -165,7 +165,7 @@ def _match(
     for path, how in hows.items():
         sources[path] = Source(np.empty(how.stack, object), how)
         for index in np.ndindex(how.stack):
-            name = names[path].name.format(*index)
+            name = names[path].name.format(*how.numbers(index))
             wanted.add(name)
             if name in stored:
                 tensor = stored[name]

@@ -164,7 +164,7 @@ def _tensors(
     for path, how in hows.items():
         places = places_of(path, tree[path], how.stack, plan)
         for index in np.ndindex(how.stack):
-            name = names[path].name.format(*index)
+            name = names[path].name.format(*how.numbers(index))
             place = tuple(int(at[i]) for at, i in zip(places, index, strict=True))
             one = functools.partial(fetch, tree[path], place, params[path].shape, how)
             parts.setdefault(name, {})[how.first] = one

@@ -127,9 +127,9 @@ class GPT(Decoder):
             )
 
     @property
-    def stacked(self) -> GPTLayer:
+    def stacks(self) -> tuple[GPTLayer]:
         """All layers as one module."""
-        return self.h
+        return (self.h,)
 
     @property
     def last_norm(self) -> nnx.LayerNorm:

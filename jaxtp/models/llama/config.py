@@ -1,6 +1,7 @@
 """Sizes and options of the Llama family."""
 
 import dataclasses
+import math
 from typing import Literal
 
 from jaxtp.errors import BadConfig, SizeMismatch
@@ -56,6 +57,62 @@ class LinearRopeScaling:
         check_bounds(self)
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class YarnRopeScaling:
+    """Low frequencies divided, high ones kept, and scores made larger (Peng et al. 2023)."""
+
+    factor: Positive
+    """By how much the lowest frequencies are divided."""
+
+    original_max_position_embeddings: Tokens
+    """Context length before stretching, in tokens."""
+
+    beta_fast: Positive = 32.0
+    """Frequencies with more turns than this in the original context are kept."""
+
+    beta_slow: Positive = 1.0
+    """Frequencies with fewer turns than this in the original context are divided in full."""
+
+    attention_factor: Positive | None = None
+    """What rotated queries and keys are multiplied by; None: what `magnitude` says."""
+
+    mscale: Coefficient = 0.0
+    """See `magnitude`; 0 is not given."""
+
+    mscale_all_dim: Coefficient = 0.0
+    """See `magnitude`; 0 is not given."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+        if self.beta_slow >= self.beta_fast:
+            raise SizeMismatch(
+                f"beta_slow {self.beta_slow} is not below beta_fast {self.beta_fast}",
+                where="rope_scaling",
+                fix="1 and 32 are those of the paper",
+            )
+
+    @property
+    def magnitude(self) -> float:
+        """What rotated queries and keys are multiplied by: section 3.4 of the paper.
+
+        With both `mscale` of DeepSeek-V2 the ratio of the two, since its scores are scaled by the
+        second one already, see `score_factor`.
+        """
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return self._growth(self.mscale) / self._growth(self.mscale_all_dim)
+        return self._growth(1.0)
+
+    @property
+    def score_factor(self) -> float:
+        """What the scores of latent attention are multiplied by, rotated or not."""
+        return self._growth(self.mscale_all_dim) ** 2
+
+    def _growth(self, scale: float) -> float:
+        return 0.1 * scale * math.log(max(self.factor, 1.0)) + 1.0
+
+
 LayerType = Literal["full_attention", "sliding_attention"]
 """What a layer attends to, as Hugging Face spells it."""
 
@@ -85,7 +142,7 @@ class LlamaConfig(DecoderConfig):
     rope_theta: Positive = 10_000.0
     """Base of the rotary frequencies."""
 
-    rope_scaling: RopeScaling | LinearRopeScaling | None = None
+    rope_scaling: RopeScaling | LinearRopeScaling | YarnRopeScaling | None = None
     """Stretching of the rotary frequencies; None keeps them."""
 
     rope_local_theta: Positive | None = None
@@ -98,6 +155,22 @@ class LlamaConfig(DecoderConfig):
     rotary_layers: tuple[bool, ...] | None = None
     """Which layers rotate queries and keys; None: all. Those of SmolLM3 that do not see no
     positions."""
+
+    rope_interleave: bool = False
+    """Rotate neighbours of a head, as DeepSeek-V2 does, and not its halves."""
+
+    kv_lora_rank: Width | None = None
+    """Width of the latent that keys and values of all heads are made of, as in DeepSeek-V2; None:
+    they are made of the residual stream."""
+
+    q_lora_rank: Width | None = None
+    """The same for queries."""
+
+    qk_rope_head_dim: Depth | None = None
+    """With latents: the last part of a head, which is rotated; one for the keys of all heads."""
+
+    v_head_dim: Depth | None = None
+    """With latents: width of a head's values."""
 
     qk_norm: bool = False
     """Normalise queries and keys before rotation, as Qwen3 does."""
@@ -147,6 +220,9 @@ class LlamaConfig(DecoderConfig):
 
     moe_intermediate_size: Width | None = None
     """Width of one expert; None: `intermediate_size`."""
+
+    first_k_dense_replace: Experts = 0
+    """Leading layers that have one MLP in place of experts, as in DeepSeek-V2."""
 
     n_shared_experts: Experts = 0
     """Experts that every token has, as one MLP of their widths together."""
@@ -207,6 +283,7 @@ class LlamaConfig(DecoderConfig):
         if experts:
             self._check_groups()
         self._check_layers()
+        self._check_latents()
         if self.attn_logit_softcapping and self.attention_implementation != "xla":
             raise BadConfig(
                 f"{self.attention_implementation} attention has no soft cap",
@@ -245,8 +322,83 @@ class LlamaConfig(DecoderConfig):
                 where="sliding_window",
                 fix="a window in tokens, or layer_types=None",
             )
+        dense = self.first_k_dense_replace
+        if dense and not (self.num_experts and dense < self.num_hidden_layers):
+            raise SizeMismatch(
+                f"{dense} layers without experts in front, of {self.num_hidden_layers} layers with "
+                f"{self.num_experts} experts",
+                where="first_k_dense_replace",
+                fix="fewer than num_hidden_layers; 0 in a model without experts",
+            )
+        if isinstance(self.rope_scaling, YarnRopeScaling):
+            self._check_yarn()
+
+    def _check_yarn(self) -> None:
+        if self.rope_local_theta is not None or self.rotary_layers is not None:
+            raise BadConfig(
+                "yarn makes all rotated queries and keys larger, and layers differ in rotation",
+                where="rope_scaling",
+                fix="another rope_scaling, or rope_local_theta=None and rotary_layers=None",
+            )
+        if self.rope_theta <= 1:
+            raise BadConfig(
+                f"frequencies of base {self.rope_theta} do not fall",
+                where="rope_theta",
+                fix="more than 1; 10,000 is usual",
+            )
+
+    def _check_latents(self) -> None:
+        sizes = (self.q_lora_rank, self.qk_rope_head_dim, self.v_head_dim)
+        if self.kv_lora_rank is None:
+            if sizes != (None, None, None):
+                raise BadConfig(
+                    "sizes of latent attention in a model without",
+                    where="kv_lora_rank",
+                    fix="q_lora_rank, qk_rope_head_dim and v_head_dim go with kv_lora_rank",
+                )
+            return
+        rotated, values = self.qk_rope_head_dim or 0, self.v_head_dim or 0
+        if not (0 < rotated < self.head_dim and 0 < values <= self.head_dim):
+            raise SizeMismatch(
+                f"{self.qk_rope_head_dim} rotated elements and {self.v_head_dim} of values for "
+                f"heads of {self.head_dim}",
+                where="head_dim",
+                fix="qk_rope_head_dim below head_dim, and v_head_dim at most head_dim",
+            )
+        if self.num_key_value_heads != self.num_attention_heads:
+            raise SizeMismatch(
+                f"{self.num_key_value_heads} kv heads of latent attention",
+                where="num_key_value_heads",
+                fix=f"as many as query heads: {self.num_attention_heads}",
+            )
+        if self.qk_norm or self.qkv_bias or self.rotary_share != 1:
+            raise BadConfig(
+                "latent attention has no qk_norm, qkv_bias or rotary_share",
+                where="kv_lora_rank",
+                fix="leave these three out",
+            )
+
+    @property
+    def num_staged_layers(self) -> int:
+        """Layers that pipeline stages share: those with experts, where others have none."""
+        return self.num_hidden_layers - self.first_k_dense_replace
 
     @property
     def rotary_width(self) -> int:
         """Elements of a head that are rotated."""
-        return int(self.head_dim * self.rotary_share)
+        return self.qk_rope_head_dim or int(self.head_dim * self.rotary_share)
+
+    @property
+    def score_scale(self) -> float | None:
+        """What scores are multiplied by; None: the inverse root of the head's width."""
+        if self.query_pre_attn_scalar is not None:
+            return self.query_pre_attn_scalar**-0.5
+        if self.kv_lora_rank is None or not isinstance(self.rope_scaling, YarnRopeScaling):
+            return None
+        return self.head_dim**-0.5 * self.rope_scaling.score_factor
+
+    @property
+    def rotary_magnitude(self) -> float:
+        """What rotated queries and keys are multiplied by."""
+        scaling = self.rope_scaling
+        return scaling.magnitude if isinstance(scaling, YarnRopeScaling) else 1.0

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from jaxtp.activations.by_name import constrain, spread
 from jaxtp.layers.experts import Capacity
-from jaxtp.models.attention import attend, rotary
+from jaxtp.models.attention import attend
 from jaxtp.models.cache import LayerCache
 from jaxtp.models.decoder import Decoder
 from jaxtp.models.layers import (
@@ -29,7 +29,9 @@ from jaxtp.models.layers import (
     stack_layers,
 )
 from jaxtp.models.llama.config import LlamaConfig
-from jaxtp.models.llama.rotary import angles, layer_frequencies, sliding_layers
+from jaxtp.models.llama.latent import LatentAttention
+from jaxtp.models.llama.parts import parts_of
+from jaxtp.models.llama.rotary import angles, layer_frequencies, rotary_of, sliding_layers
 from jaxtp.models.moe import GatedMLP, MoE, Routing
 from jaxtp.models.projections import Linear, TokenTable, products
 from jaxtp.plan.stored_form import mask_padding
@@ -41,24 +43,11 @@ ACTIVATION: dict[str, Callable[[jax.Array], jax.Array]] = {
 """Name, as Hugging Face configs spell it -> function of the gate."""
 
 
-def _inverse_root(x: float | None) -> float | None:
-    return None if x is None else x**-0.5
-
-
-class OffsetRMSNorm(nnx.RMSNorm):
-    """RMSNorm that multiplies by one plus its scale, in fp32."""
-
-    def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
-        """The normed array, like `x`."""
-        shifted = jax.tree.map(lambda scale: 1 + scale.astype(jnp.float32), self)
-        return nnx.RMSNorm.__call__(shifted, x, mask=mask)
-
-
 class Attention(nnx.Module):
     """Grouped-query attention; kernels (embed, heads, head_dim) and (heads, head_dim, embed)."""
 
     def __init__(self, config: LlamaConfig, rngs: nnx.Rngs) -> None:
-        linear, norm = _parts(config, rngs)
+        linear, norm = parts_of(config, rngs)
         heads = (config.num_attention_heads, config.head_dim)
         kv_heads = (config.num_key_value_heads, config.head_dim)
         self.config = config
@@ -94,7 +83,8 @@ class Attention(nnx.Module):
         q_BTNH, k_BTKH, v_BTKH = products(h_BTD, self.q_proj, k_proj, v_proj)
         if config.qk_norm:
             q_BTNH, k_BTKH = self._normed(self.q_norm, q_BTNH), self._normed(self.k_norm, k_BTKH)
-        q_BTNH, k_BTKH = rotary(q_BTNH, angles_BTH), rotary(k_BTKH, angles_BTH)
+        turned = rotary_of(config)
+        q_BTNH, k_BTKH = turned(q_BTNH, angles_BTH), turned(k_BTKH, angles_BTH)
         out_BTNH = (attend if cache is None else cache.attend)(
             q_BTNH,
             k_BTKH,
@@ -103,7 +93,7 @@ class Attention(nnx.Module):
             config.attention_implementation,
             config.sliding_window,
             has_window=has_window,
-            scale=_inverse_root(config.query_pre_attn_scalar),
+            scale=config.score_scale,
             softcap=config.attn_logit_softcapping,
         )
         return self.o_proj(out_BTNH)
@@ -141,7 +131,7 @@ class MLP(GatedMLP):
     """A gated MLP, with silu SwiGLU: down(act(gate(h)) * up(h))."""
 
     def __init__(self, config: LlamaConfig, rngs: nnx.Rngs, width: int | None = None) -> None:
-        linear, _ = _parts(config, rngs)
+        linear, _ = parts_of(config, rngs)
         width = width or config.intermediate_size
         self.act = ACTIVATION[config.hidden_act]
         self.gate_proj = linear(config.hidden_size, width)
@@ -184,12 +174,13 @@ class LlamaLayer(Layer):
             Branch(norm=before[1], post_norm=after[1], block="mlp", takes=counts, tokenwise=True),
         )
 
-    def __init__(self, config: LlamaConfig, rngs: nnx.Rngs) -> None:
-        _, norm = _parts(config, rngs)
-        self.self_attn = Attention(config, rngs)
+    def __init__(self, config: LlamaConfig, rngs: nnx.Rngs, *, has_experts: bool) -> None:
+        _, norm = parts_of(config, rngs)
+        has_latents = config.kv_lora_rank is not None
+        self.self_attn = (LatentAttention if has_latents else Attention)(config, rngs)
         for name in filter(None, itertools.chain(*NORMS[config.norms])):
             setattr(self, name, norm(config.hidden_size))
-        self.mlp = _experts(config, rngs) if config.num_experts else MLP(config, rngs)
+        self.mlp = _experts(config, rngs) if has_experts else MLP(config, rngs)
 
     def __call__(self, x_BTD: jax.Array, context: Mapping[str, jax.Array | None]) -> jax.Array:
         """The residual stream after this layer, (batch, tokens, hidden size)."""
@@ -206,7 +197,7 @@ class Llama(Decoder):
     config: LlamaConfig
 
     def __init__(self, config: LlamaConfig, rngs: nnx.Rngs) -> None:
-        linear, norm = _parts(config, rngs)
+        linear, norm = parts_of(config, rngs)
         self.config = config
         self.embed_tokens = TokenTable(
             config.vocab_size,
@@ -215,17 +206,21 @@ class Llama(Decoder):
             param_dtype=jnp.dtype(config.param_dtype),
             rngs=rngs,
         )
-        self.layers = stack_layers(
-            functools.partial(LlamaLayer, config), config.num_hidden_layers, rngs
-        )
+        dense = config.first_k_dense_replace
+        if dense:
+            make = functools.partial(LlamaLayer, config, has_experts=False)
+            self.dense_layers = stack_layers(make, dense, rngs)
+        make = functools.partial(LlamaLayer, config, has_experts=config.num_experts > 0)
+        self.layers = stack_layers(make, config.num_hidden_layers - dense, rngs)
         self.norm = norm(config.hidden_size)
         if not config.tie_word_embeddings:
             self.lm_head = linear(config.hidden_size, config.vocab_size)
 
     @property
-    def stacked(self) -> LlamaLayer:
-        """All layers as one module."""
-        return self.layers
+    def stacks(self) -> tuple[LlamaLayer, ...]:
+        """All layers, those that are alike as one module; with experts behind those without."""
+        front = (self.dense_layers,) if self.config.first_k_dense_replace else ()
+        return (*front, self.layers)
 
     @property
     def last_norm(self) -> nnx.RMSNorm:
@@ -263,7 +258,7 @@ class Llama(Decoder):
 
 
 def _experts(config: LlamaConfig, rngs: nnx.Rngs) -> MoE:
-    linear, _ = _parts(config, rngs)
+    linear, _ = parts_of(config, rngs)
     width = config.moe_intermediate_size or config.intermediate_size
     shared = config.n_shared_experts
     return MoE(
@@ -284,18 +279,3 @@ def _experts(config: LlamaConfig, rngs: nnx.Rngs) -> MoE:
         shared=MLP(config, rngs, width=shared * width) if shared else None,
         has_correction=config.router_correction,
     )
-
-
-def _parts(
-    config: LlamaConfig, rngs: nnx.Rngs
-) -> tuple["functools.partial[Linear]", "functools.partial[nnx.RMSNorm]"]:
-    """Constructors of the family's linear maps and norms, with the config's types filled in."""
-    types = {"dtype": jnp.dtype(config.dtype), "param_dtype": jnp.dtype(config.param_dtype)}
-    linear = functools.partial(Linear, use_bias=False, rngs=rngs, **types)
-    kind, scale_init = nnx.RMSNorm, jax.nn.initializers.ones
-    if config.norm_offset:
-        kind, scale_init = OffsetRMSNorm, jax.nn.initializers.zeros
-    norm = functools.partial(
-        kind, epsilon=config.rms_norm_eps, scale_init=scale_init, rngs=rngs, **types
-    )
-    return linear, norm

@@ -71,6 +71,41 @@ MIXTURE_NAMES = NAMES | {
 }
 """The same where a mixture of experts is stored as Qwen3 does."""
 
+ATTENTION = "model.layers.{}.self_attn"
+_LATENT_NAMES = MIXTURE_NAMES | {
+    "layers/self_attn/q_a_proj/kernel": Stored(f"{ATTENTION}.q_a_proj.weight", "r d -> d r"),
+    "layers/self_attn/q_a_layernorm/scale": Stored(f"{ATTENTION}.q_a_layernorm.weight", "r"),
+    "layers/self_attn/q_b_proj/kernel": Stored(f"{ATTENTION}.q_b_proj.weight", "(n h) r -> r n h"),
+    "layers/self_attn/kv_a_proj_with_mqa/kernel": Stored(
+        f"{ATTENTION}.kv_a_proj_with_mqa.weight", "r d -> d r"
+    ),
+    "layers/self_attn/kv_a_layernorm/scale": Stored(f"{ATTENTION}.kv_a_layernorm.weight", "r"),
+    "layers/self_attn/kv_b_proj/kernel": Stored(
+        f"{ATTENTION}.kv_b_proj.weight", "(n h) r -> r n h"
+    ),
+    "layers/mlp/e_score_correction_bias": Stored(f"{MIXTURE}.gate.e_score_correction_bias", "e"),
+    "layers/mlp/shared_experts/gate_proj/kernel": Stored(
+        f"{MIXTURE}.shared_experts.gate_proj.weight", "f d -> d f"
+    ),
+    "layers/mlp/shared_experts/up_proj/kernel": Stored(
+        f"{MIXTURE}.shared_experts.up_proj.weight", "f d -> d f"
+    ),
+    "layers/mlp/shared_experts/down_proj/kernel": Stored(
+        f"{MIXTURE}.shared_experts.down_proj.weight", "d f -> f d"
+    ),
+}
+
+DENSE = "dense_layers"
+DEEPSEEK_NAMES = {
+    path: row._replace(after=DENSE) if path.startswith("layers/") else row
+    for path, row in _LATENT_NAMES.items()
+} | {
+    path.replace("layers/", f"{DENSE}/", 1): row
+    for path, row in _LATENT_NAMES.items()
+    if path.startswith("layers/")
+}
+"""The same with latent attention, shared experts, and layers without experts in front."""
+
 FUSED_NAMES = NAMES | {
     "layers/self_attn/q_proj/kernel": Stored(QKV, "(n h) d -> d n h", part=0),
     "layers/self_attn/k_proj/kernel": Stored(QKV, "(k h) d -> d k h", part=1),
@@ -78,4 +113,4 @@ FUSED_NAMES = NAMES | {
     "layers/mlp/gate_proj/kernel": Stored(GATE_UP, "f d -> d f", part=0),
     "layers/mlp/up_proj/kernel": Stored(GATE_UP, "f d -> d f", part=1),
 }
-"""The same where queries, keys and values are one tensor, and gate and up another."""
+"""`NAMES` where queries, keys and values are one tensor, and gate and up another."""

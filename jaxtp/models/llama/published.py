@@ -6,8 +6,9 @@ A family's defaults are those of its configuration class in `transformers`.
 from collections.abc import Sequence
 from typing import Any
 
+from jaxtp.models.llama import published_latent as latent
 from jaxtp.models.llama.config import LayerType, LlamaConfig
-from jaxtp.models.llama.names import FUSED_NAMES, MIXTURE_NAMES, NAMES
+from jaxtp.models.llama.names import DEEPSEEK_NAMES, FUSED_NAMES, MIXTURE_NAMES, NAMES
 from jaxtp.models.llama.published_rope import merge_rope, read_rope, write_rope
 from jaxtp.models.published import Family, Fields, refuse, refuse_contradiction
 
@@ -354,6 +355,28 @@ FAMILIES = {
         harmless=NO_BIAS | {"decoder_sparse_step": 1, "mlp_only_layers": []},
         read=_read_qwen_moe,
         write=_write_qwen_moe,
+    ),
+    "deepseek_v2": _family(
+        "DeepseekV2ForCausalLM",
+        names=DEEPSEEK_NAMES,
+        fields=latent.V2_FIELDS,
+        defaults=latent.V2_DEFAULTS,
+        types=TYPES | latent.TYPES,
+        constants=latent.V2_CONSTANTS,
+        harmless=latent.V2_HARMLESS,
+        read=latent.read_v2,
+        write=latent.write_v2,
+    ),
+    "deepseek_v3": _family(
+        "DeepseekV3ForCausalLM",
+        names=DEEPSEEK_NAMES,
+        fields=latent.V3_FIELDS,
+        defaults=latent.V3_DEFAULTS,
+        types=TYPES | latent.TYPES,
+        constants=latent.V3_CONSTANTS,
+        harmless=latent.V3_HARMLESS,
+        read=latent.read_v3,
+        write=latent.write_v3,
     ),
 }
 """`model_type` -> family."""

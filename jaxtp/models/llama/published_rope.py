@@ -5,12 +5,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxtp.errors import JaxtpError, join
-from jaxtp.models.llama.config import LinearRopeScaling, LlamaConfig, RopeScaling
+from jaxtp.models.llama.config import LinearRopeScaling, LlamaConfig, RopeScaling, YarnRopeScaling
 from jaxtp.models.published import Fields, refuse, refuse_contradiction
 
-SCALINGS: dict[str, type[RopeScaling] | type[LinearRopeScaling]] = {
+SCALINGS: dict[str, type[RopeScaling] | type[LinearRopeScaling] | type[YarnRopeScaling]] = {
     "llama3": RopeScaling,
     "linear": LinearRopeScaling,
+    "yarn": YarnRopeScaling,
 }
 """`rope_type` -> what we call it."""
 
@@ -91,17 +92,24 @@ def read_rope(given: Fields, where: str) -> dict[str, Any]:
     scaling = given.get("rope_scaling")
     if scaling is None:
         return {"rope_scaling": None}
-    rest = {k: v for k, v in scaling.items() if k not in ("rope_type", "rope_theta")}
+    rest = {
+        name: value
+        for name, value in scaling.items()
+        if name not in ("rope_type", "rope_theta") and value is not None
+    }
     kind = SCALINGS.get(str(scaling.get("rope_type")))
-    known = {field.name for field in dataclasses.fields(kind)} if kind else set[str]()
+    fields = dataclasses.fields(kind) if kind else ()
+    known = {field.name for field in fields}
+    needed = {field.name for field in fields if field.default is dataclasses.MISSING}
     numbers = all(isinstance(v, int | float) and not isinstance(v, bool) for v in rest.values())
-    if kind is None or rest.keys() != known or not numbers:
-        missing = f" without {join(sorted(known - rest.keys()))}" if known - rest.keys() else ""
+    if kind is None or not needed <= rest.keys() <= known or not numbers:
+        missing = f" without {join(sorted(needed - rest.keys()))}" if needed - rest.keys() else ""
         raise refuse(
             where,
             f"rope_scaling is {dict(scaling)!r}{missing}",
             "supported: null; rope_type linear with factor; rope_type llama3 with "
-            + join(sorted(field.name for field in dataclasses.fields(RopeScaling))),
+            + join(sorted(field.name for field in dataclasses.fields(RopeScaling)))
+            + "; rope_type yarn with factor and original_max_position_embeddings",
         )
     try:
         return {"rope_scaling": kind(**rest)}
@@ -115,4 +123,5 @@ def write_rope(config: LlamaConfig) -> dict[str, Any]:
     if scaling is None:
         return {"rope_scaling": None}
     kind = next(name for name, ours in SCALINGS.items() if isinstance(scaling, ours))
-    return {"rope_scaling": {"rope_type": kind, **dataclasses.asdict(scaling)}}
+    given = {name: value for name, value in dataclasses.asdict(scaling).items() if value}
+    return {"rope_scaling": {"rope_type": kind, **given}}

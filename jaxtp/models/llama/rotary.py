@@ -1,22 +1,33 @@
 """Rotary frequencies of the Llama family."""
 
+import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtp.models.llama.config import LinearRopeScaling, LlamaConfig, RopeScaling
+from jaxtp.models.attention import rotary
+from jaxtp.models.llama.config import (
+    LinearRopeScaling,
+    LlamaConfig,
+    RopeScaling,
+    YarnRopeScaling,
+)
 
 
 def rotary_frequencies(
-    width: int, theta: float, scaling: RopeScaling | LinearRopeScaling | None = None
+    width: int,
+    theta: float,
+    scaling: RopeScaling | LinearRopeScaling | YarnRopeScaling | None = None,
 ) -> np.ndarray:
     """Radians per token of each pair of a head, (width / 2,), highest first.
 
     theta^(-2i/H), section 3.2.2 of Su et al. 2021. Scaling as in the Llama 3.1 reference code: a
     frequency keeps a share that grows linearly with its number of turns in the original context,
-    from 0 at `low_freq_factor` to 1 at `high_freq_factor`; the rest is divided by `factor`.
+    from 0 at `low_freq_factor` to 1 at `high_freq_factor`; the rest is divided by `factor`. Yarn's
+    share grows with the pair's number instead, section 3.2 of Peng et al. 2023, between whole ones.
 
     Args:
         width: Elements of a head that are rotated.
@@ -28,10 +39,35 @@ def rotary_frequencies(
         return frequencies
     if isinstance(scaling, LinearRopeScaling):
         return frequencies / scaling.factor
+    if isinstance(scaling, YarnRopeScaling):
+        kept = _kept_by_yarn(width, theta, scaling)
+        return frequencies * (kept + (1 - kept) / scaling.factor)
     turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     kept = np.clip((turns - low) / (high - low), 0, 1)
     return frequencies * (kept + (1 - kept) / scaling.factor)
+
+
+def rotary_of(config: LlamaConfig) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """How queries and keys are rotated, a function of them and of angles."""
+    return functools.partial(
+        rotary, neighbours=config.rope_interleave, magnitude=config.rotary_magnitude
+    )
+
+
+def _kept_by_yarn(width: int, theta: float, scaling: YarnRopeScaling) -> np.ndarray:
+    """The share of each pair's frequency that is kept, (width / 2,)."""
+
+    def pair_of(turns: float) -> float:
+        """The pair that turns so often in the original context, between two pairs."""
+        length = scaling.original_max_position_embeddings / (2 * math.pi)
+        return width * math.log(length / turns) / (2 * math.log(theta))
+
+    first = max(math.floor(pair_of(scaling.beta_fast)), 0)
+    last = min(math.ceil(pair_of(scaling.beta_slow)), width - 1)
+    # As in the reference code where both are one pair.
+    ramp = (np.arange(width // 2) - first) / (last - first if last != first else 1e-3)
+    return 1 - np.clip(ramp, 0, 1)
 
 
 def angles(positions_BT: jax.Array, frequencies_H: jax.Array | np.ndarray) -> jax.Array:
