@@ -28,6 +28,13 @@ LLAMA3 = {
 }
 FULL, SLIDING = "full_attention", "sliding_attention"
 
+YARN = {
+    "rope_type": "yarn",
+    "factor": 8.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 4.0,
+}
+
 # What is asked for -> (family, fields that replace those of the fixture, what the message says).
 REFUSED = {
     # Not built.
@@ -63,6 +70,17 @@ REFUSED = {
         "llama",
         {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}},
         "rope_scaling is .* without high_freq_factor, low_freq_factor",
+    ),
+    "experts in some layers": ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq is 2"),
+    "further tokens": ("deepseek_v3", {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers"),
+    "another choice": ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method is 'noaux_tc'"),
+    "sigmoid": ("deepseek_v2", {"scoring_func": "sigmoid"}, "scoring_func is 'sigmoid'"),
+    "weights of one": ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob is True"),
+    "groups of latents": ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads is 2"),
+    "untruncated": (
+        "deepseek_v3",
+        {"rope_scaling": YARN | {"truncate": False}},
+        "rope_scaling is .*truncate",
     ),
     # Of the wrong type.
     "a word": ("llama", {"vocab_size": "many"}, "vocab_size: Input should be a valid integer"),
@@ -104,7 +122,17 @@ REFUSED = {
     "rotates nothing": ("phi3", {"partial_rotary_factor": 0.0}, "partial_rotary_factor is 0.0"),
     "rotates too much": ("phi3", {"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5"),
     "no pattern": ("smollm3", {"no_rope_layer_interval": 0}, "no_rope_layer_interval is 0"),
+    "yarn upside down": (
+        "deepseek_v3",
+        {"rope_scaling": YARN | {"beta_slow": 32.0}},
+        "rope_scaling: beta_slow 32.0 is not below beta_fast 4.0",
+    ),
     # Two keys that say different things.
+    "rotated part twice": (
+        "deepseek_v3",
+        {"head_dim": 16},
+        "head_dim = 16 contradicts qk_nope_head_dim = 10 and qk_rope_head_dim = 6",
+    ),
     "scaling twice": (
         "llama",
         {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}},

@@ -66,19 +66,20 @@ def plain_loop(h_BTD, weights_BTK, index_BTK, experts, gate, capacity, *, groups
 
 
 @functools.cache
-def parameters():
+def parameters(config=CONFIG):
     """Of the model, drawn once."""
-    return nnx.split(Llama(CONFIG, nnx.Rngs(0)))[1]
+    return nnx.split(Llama(config, nnx.Rngs(0)))[1]
 
 
-def three_updates(sizes, config):
+def three_updates(sizes, config, params=None):
     """Metrics of three steps and the parameters behind them."""
     graph = nnx.split(nnx.eval_shape(lambda: Llama(config, nnx.Rngs(0))))[0]
     mesh = jaxtp.make_mesh(devices=jax.devices()[: int(np.prod(list(sizes.values())))], **sizes)
     stages = Stages.even(2, sizes["pp"], micro_batches=MICRO_BATCHES) if "pp" in sizes else None
-    plan = jaxtp.make_plan(parameters(), mesh, config=config, stages=stages)
+    params = parameters() if params is None else params
+    plan = jaxtp.make_plan(params, mesh, config=config, stages=stages)
     tx = optax.sgd(1.0)
-    state = jaxtp.shard(init_state(parameters(), tx, Precision()), mesh, plan=plan)
+    state = jaxtp.shard(init_state(params, tx, Precision()), mesh, plan=plan)
     update = make_update(NextToken(graph), tx, lambda _: 1.0, plan, mesh)
     step = jaxtp.jit_step(update, state, mesh, plan=plan)
     batch = jaxtp.shard_batch({"tokens": TOKENS}, mesh)
@@ -117,6 +118,40 @@ def test_loss_gradients_and_updates_are_those_of_the_plain_loop(sizes, factor, d
     for row, expected in zip(got, want, strict=True):
         assert row == pytest.approx(expected, rel=1e-5, abs=1e-6)
     assert (got[0]["dropped"] > 0) == drops
+    assert_close(got_params, want_params, BATCH * SEQ * CONFIG.hidden_size)
+
+
+# DeepSeek-V3 in small: three layers, the first without experts, of which two may be in stages.
+LATENT = dataclasses.replace(
+    CONFIG,
+    num_hidden_layers=3,
+    num_key_value_heads=8,
+    kv_lora_rank=6,
+    q_lora_rank=10,
+    qk_rope_head_dim=2,
+    v_head_dim=3,
+    rope_interleave=True,
+    first_k_dense_replace=1,
+    scoring_func="sigmoid",
+    router_correction=True,
+    n_group=4,
+    topk_group=2,
+)
+
+
+@functools.cache
+def on_one_device():
+    return three_updates({"tp": 1}, LATENT, parameters(LATENT))
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"fsdp": 2, "ep": 2, "tp": 2}, {"pp": 2, "tp": 2}, {"cp": 2, "tp": 2}], ids=str
+)
+def test_latent_attention_and_layers_without_experts_train_as_on_one_device(sizes):
+    got, got_params = three_updates(sizes, LATENT, parameters(LATENT))
+    want, want_params = on_one_device()
+    for row, expected in zip(got, want, strict=True):
+        assert row == pytest.approx(expected, rel=1e-5, abs=1e-6)
     assert_close(got_params, want_params, BATCH * SEQ * CONFIG.hidden_size)
 
 

@@ -122,6 +122,21 @@ def test_layers_that_differ_keep_their_kind_in_stages(family):
     np.testing.assert_allclose(logits, np.tile(expected["logits"], (3, 1, 1)), atol=1e-5)
 
 
+def test_layers_without_experts_are_in_front_of_the_stages():
+    expected = np.load(FIXTURES / "deepseek_v3" / "expected.npz")
+    mesh = make_mesh(pp=2, tp=2, devices=jax.devices()[:4])
+    model, _ = load(FIXTURES / "deepseek_v3", mesh, **FLOAT32)
+    plan = jaxtp.make_plan(model, mesh, config=model.config)
+    assert plan.stages.layers == ((1, 1),)
+    assert plan["layers/self_attn/kv_b_proj/kernel"].spec == (("pp",), (), ("tp",), ())
+    assert plan["dense_layers/self_attn/kv_b_proj/kernel"].spec == ((), (), ("tp",), ())
+    assert plan["dense_layers/self_attn/kv_a_proj_with_mqa/kernel"].role == "low_rank"
+    tokens = jnp.tile(jnp.asarray(expected["tokens"], jnp.int32), (2, 1))
+    with use_plan(plan, plan_mesh(mesh, plan.mesh)):
+        logits = run(model, tokens)
+    np.testing.assert_allclose(logits, np.tile(expected["logits"], (2, 1, 1)), atol=1e-5)
+
+
 def test_attention_is_split_as_far_as_its_heads_allow():
     model, _ = load(FIXTURES / "llama")  # 8 query heads, 2 kv heads, 99 tokens
     attention = model.layers.self_attn
@@ -517,7 +532,9 @@ def test_every_preset_has_a_family(name):
         PRESETS[name], **runtime_of(type(PRESETS[name]))
     )
     found = {"q": "qwen3", "g": "gpt2", "m": "mixtral"}.get(name[0], "llama")
-    assert fields["model_type"] == {"qwen3-30b-a3b": "qwen3_moe"}.get(name, found)
+    known = {"qwen3-30b-a3b": "qwen3_moe", "deepseek-v3": "deepseek_v3"}
+    known["deepseek-v2-lite"] = "deepseek_v2"
+    assert fields["model_type"] == known.get(name, found)
 
 
 def test_a_mixture_of_families_has_no_config_json():

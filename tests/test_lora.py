@@ -33,6 +33,7 @@ FIXTURES = Path(__file__).parent / "fixtures" / "hf"
 TARGETS = {
     "llama": ("down_proj", "k_proj", "lm_head", "o_proj", "q_proj"),
     "gpt2": ("c_attn", "c_proj"),
+    "deepseek_v3": ("kv_b_proj", "o_proj", "q_a_proj"),
 }
 RANK, ALPHA = 4, 8.0
 PRECISE = {
@@ -49,8 +50,8 @@ def peft_folder(folder, family, rng):
     for name, tensor in stored.items():
         module = name.removesuffix(".weight")
         if module.rpartition(".")[2] in targets and name.endswith(".weight"):
-            outer, inner = tensor.shape if family == "llama" else tensor.shape[::-1]
-            prefix = "base_model.model." + ("" if family == "llama" else with_prefix(name))
+            outer, inner = tensor.shape if family != "gpt2" else tensor.shape[::-1]
+            prefix = "base_model.model." + ("" if family != "gpt2" else with_prefix(name))
             arrays[f"{prefix}{module}.lora_A.weight"] = rng.normal(size=(RANK, inner)) * 0.3
             arrays[f"{prefix}{module}.lora_B.weight"] = rng.normal(size=(outer, RANK)) * 0.3
     arrays = {name: array.astype(np.float32) for name, array in arrays.items()}
@@ -76,12 +77,12 @@ def merged_folder(folder, family, arrays):
     for name, tensor in stored.items():
         raw = tensor.file.read_bytes()[tensor.start : tensor.start + tensor.num_bytes]
         w = np.frombuffer(raw, jnp.dtype(tensor.dtype)).reshape(tensor.shape).astype(np.float32)
-        prefix = "base_model.model." + ("" if family == "llama" else with_prefix(name))
+        prefix = "base_model.model." + ("" if family != "gpt2" else with_prefix(name))
         a = arrays.get(prefix + name.removesuffix("weight") + "lora_A.weight")
         if a is not None:
             b = arrays[prefix + name.removesuffix("weight") + "lora_B.weight"]
             change = ALPHA / RANK * (b @ a)
-            w = w + (change if family == "llama" else change.T)
+            w = w + (change if family != "gpt2" else change.T)
         weights[name] = w
     tensors = {name: ("float32", w.shape) for name, w in weights.items()}
     write_file(folder / "model.safetensors", tensors, (weights[n] for n in sorted(weights)))
@@ -130,6 +131,16 @@ def test_peft_folders_in_and_out(family, tmp_path):
         models.unmerge_lora(model, adapters, lora)
         np.testing.assert_allclose(run(model, tokens), want, **close)
         assert jax.tree.structure(nnx.state(model)) == jax.tree.structure(params)
+
+
+def test_generation_over_latents_counts_the_adapter_of_what_is_made_of_them(tmp_path):
+    arrays = peft_folder(tmp_path / "peft", "deepseek_v3", np.random.default_rng(0))
+    truth = merged_folder(tmp_path / "merged", "deepseek_v3", arrays)
+    mesh, base = make_mesh(tp=1, devices=jax.devices()[:1]), FIXTURES / "deepseek_v3"
+    model, _ = jaxtp.load_hf(base, mesh, adapter=tmp_path / "peft", **PRECISE)
+    expected, _ = jaxtp.load_hf(truth, mesh, **PRECISE)
+    got, want = (jaxtp.generate(m, [[3, 1, 4]], max_new_tokens=8)[0] for m in (model, expected))
+    assert got.tokens == want.tokens
 
 
 def test_what_an_adapter_folder_cannot_be(tmp_path):

@@ -27,7 +27,7 @@ from jaxtp.models import (
     generate,
 )
 from jaxtp.models.attention import attend, rotary
-from jaxtp.models.llama import rotary_frequencies
+from jaxtp.models.llama import YarnRopeScaling, rotary_frequencies
 from jaxtp.plan.decisions import Plan
 
 LLAMA = LlamaConfig(
@@ -48,6 +48,12 @@ GPT2 = GPTConfig(
     num_attention_heads=4,
     max_position_embeddings=24,
     dtype="float32",
+)
+LATENT = dataclasses.replace(
+    LLAMA, num_key_value_heads=4, kv_lora_rank=8, qk_rope_head_dim=4, v_head_dim=8
+)
+YARN = dataclasses.replace(
+    LLAMA, rope_scaling=YarnRopeScaling(factor=8.0, original_max_position_embeddings=64)
 )
 CONFIGS = {"llama": LLAMA, "qwen": QWEN, "gpt2": GPT2}
 TOKENS = jax.random.randint(jax.random.key(1), (2, 16), 0, 64)
@@ -322,6 +328,8 @@ PUBLISHED = {
     "qwen3-8b": 8_190_735_360,
     "mixtral-8x7b": 46_702_792_704,
     "qwen3-30b-a3b": 30_532_122_624,
+    "deepseek-v2-lite": 15_706_484_224,
+    "deepseek-v3": 671_026_419_200,  # without the 14 B of the layer for a second token
     "gpt2": 124_439_808,
     "gpt2-medium": 354_823_168,
     "gpt2-large": 774_030_080,
@@ -356,6 +364,13 @@ def test_unknown_preset_names_the_nearest():
     [
         (LLAMA, {"remat": "block_output"}, BadConfig, r"TP020 at remat: .*\n  fix: block_outputs$"),
         (LLAMA, {"num_key_value_heads": 3}, SizeMismatch, r"TP003 at num_key_value_heads: 4 .* 3 "),
+        (LLAMA, {"first_k_dense_replace": 1}, SizeMismatch, r"TP003 at first_k_dense_replace: 1 "),
+        (LLAMA, {"v_head_dim": 4}, BadConfig, r"TP020 at kv_lora_rank: .* without"),
+        (LATENT, {"v_head_dim": 13}, SizeMismatch, r"TP003 at head_dim: 4 .* 13 .* 12"),
+        (LATENT, {"num_key_value_heads": 2}, SizeMismatch, r"TP003 at num_key_value_heads: 2 "),
+        (LATENT, {"qk_norm": True}, BadConfig, r"TP020 at kv_lora_rank: .* qk_norm"),
+        (YARN, {"rope_theta": 1.0}, BadConfig, r"TP020 at rope_theta: .* base 1.0"),
+        (YARN, {"rope_local_theta": 9.0}, BadConfig, r"TP020 at rope_scaling: yarn"),
         (LLAMA, {"head_dim": 5}, SizeMismatch, r"TP003 at head_dim: .* 5\n"),
         (GPT2, {"num_attention_heads": 5}, SizeMismatch, r"TP003 at num_attention_heads: .*32.* 5"),
     ],

@@ -1,6 +1,6 @@
 """Llama and the decoders that differ from it by options of one config."""
 
-from jaxtp.models.llama.config import LlamaConfig, RopeScaling
+from jaxtp.models.llama.config import LlamaConfig, RopeScaling, YarnRopeScaling
 from jaxtp.models.llama.model import Llama, LlamaLayer
 from jaxtp.models.llama.presets import PRESETS
 from jaxtp.models.llama.published import FAMILIES
@@ -13,5 +13,6 @@ __all__ = [
     "LlamaConfig",
     "LlamaLayer",
     "RopeScaling",
+    "YarnRopeScaling",
     "rotary_frequencies",
 ]

@@ -73,15 +73,15 @@ MIXTURE_NAMES = NAMES | {
 
 ATTENTION = "model.layers.{}.self_attn"
 _LATENT_NAMES = MIXTURE_NAMES | {
-    "layers/self_attn/q_a_proj/kernel": Stored(f"{ATTENTION}.q_a_proj.weight", "r d -> d r"),
-    "layers/self_attn/q_a_layernorm/scale": Stored(f"{ATTENTION}.q_a_layernorm.weight", "r"),
-    "layers/self_attn/q_b_proj/kernel": Stored(f"{ATTENTION}.q_b_proj.weight", "(n h) r -> r n h"),
+    "layers/self_attn/q_a_proj/kernel": Stored(f"{ATTENTION}.q_a_proj.weight", "c d -> d c"),
+    "layers/self_attn/q_a_layernorm/scale": Stored(f"{ATTENTION}.q_a_layernorm.weight", "c"),
+    "layers/self_attn/q_b_proj/kernel": Stored(f"{ATTENTION}.q_b_proj.weight", "(n h) c -> c n h"),
     "layers/self_attn/kv_a_proj_with_mqa/kernel": Stored(
-        f"{ATTENTION}.kv_a_proj_with_mqa.weight", "r d -> d r"
+        f"{ATTENTION}.kv_a_proj_with_mqa.weight", "c d -> d c"
     ),
-    "layers/self_attn/kv_a_layernorm/scale": Stored(f"{ATTENTION}.kv_a_layernorm.weight", "r"),
+    "layers/self_attn/kv_a_layernorm/scale": Stored(f"{ATTENTION}.kv_a_layernorm.weight", "c"),
     "layers/self_attn/kv_b_proj/kernel": Stored(
-        f"{ATTENTION}.kv_b_proj.weight", "(n h) r -> r n h"
+        f"{ATTENTION}.kv_b_proj.weight", "(n h) c -> c n h"
     ),
     "layers/mlp/e_score_correction_bias": Stored(f"{MIXTURE}.gate.e_score_correction_bias", "e"),
     "layers/mlp/shared_experts/gate_proj/kernel": Stored(

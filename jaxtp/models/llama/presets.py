@@ -1,6 +1,6 @@
 """Published sizes of Llama-like models, those of the `config.json` beside the weights."""
 
-from jaxtp.models.llama.config import LlamaConfig, RopeScaling
+from jaxtp.models.llama.config import LlamaConfig, RopeScaling, YarnRopeScaling
 
 PRESETS: dict[str, LlamaConfig] = {
     # Learns bytes on a laptop: heads and kv heads divide by tp=4, and fp32 because CPUs have no
@@ -134,6 +134,64 @@ PRESETS: dict[str, LlamaConfig] = {
         num_experts=128,
         num_experts_per_tok=8,
         moe_intermediate_size=768,
+    ),
+    "deepseek-v2-lite": LlamaConfig(
+        vocab_size=102400,
+        hidden_size=2048,
+        num_hidden_layers=27,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        head_dim=192,
+        intermediate_size=10944,
+        rms_norm_eps=1e-6,
+        rope_scaling=YarnRopeScaling(
+            factor=40.0,
+            original_max_position_embeddings=4096,
+            mscale=0.707,
+            mscale_all_dim=0.707,
+        ),
+        rope_interleave=True,
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        first_k_dense_replace=1,
+        num_experts=64,
+        num_experts_per_tok=6,
+        moe_intermediate_size=1408,
+        n_shared_experts=2,
+        norm_topk_prob=False,
+    ),
+    # Without the layer that predicts a second token.
+    "deepseek-v3": LlamaConfig(
+        vocab_size=129280,
+        hidden_size=7168,
+        num_hidden_layers=61,
+        num_attention_heads=128,
+        num_key_value_heads=128,
+        head_dim=192,
+        intermediate_size=18432,
+        rms_norm_eps=1e-6,
+        rope_scaling=YarnRopeScaling(
+            factor=40.0,
+            original_max_position_embeddings=4096,
+            mscale=1.0,
+            mscale_all_dim=1.0,
+        ),
+        rope_interleave=True,
+        kv_lora_rank=512,
+        q_lora_rank=1536,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        first_k_dense_replace=3,
+        num_experts=256,
+        num_experts_per_tok=8,
+        moe_intermediate_size=2048,
+        n_shared_experts=1,
+        scoring_func="sigmoid",
+        routed_scaling_factor=2.5,
+        n_group=8,
+        topk_group=4,
+        router_correction=True,
     ),
 }
 """Preset name -> config; `dataclasses.replace` changes single fields."""
