@@ -205,7 +205,10 @@ def save_adapter(
             places = places_of(path, tree[path], how.stack, plan)
             for index in np.ndindex(how.stack):
                 at = tuple(int(p[i]) for p, i in zip(places, index, strict=True))
-                yield row.name.format(*index), (tree[path], at, shapes[path].shape, how)
+                yield (
+                    row.name.format(*how.numbers(index)),
+                    (tree[path], at, shapes[path].shape, how),
+                )
 
     pieces = dict(each())
     tensors: Tensors = {n: (str(p[0].dtype), p[3].shape) for n, p in pieces.items()}
