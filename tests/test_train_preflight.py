@@ -16,13 +16,15 @@ from jaxtp.config.batch_sizes import resolve
 from jaxtp.config.files import changed
 from jaxtp.config.presets import preset
 from jaxtp.config.settings import Batch, Config, Data, Mesh, Optimizer, Zero
-from jaxtp.cost.flops import matmul_params, train_flops
+from jaxtp.cost.flops import matmul_params, model_flops, train_flops
 from jaxtp.errors import CheckFailed, DoesNotFit
 from jaxtp.models import PRESETS, abstract
+from jaxtp.rules.model_dims import ModelDims
 from jaxtp.rules.planner import make_plan
 from jaxtp.train.config_step import abstract_step
 from jaxtp.train.planning import axis_sizes, model_of, plan_of
 from jaxtp.train.preflight import preflight_config, step_on_target
+from jaxtp.train.pricing import sizes_of
 from jaxtp.train.setup import prepare
 
 TINY = preset(
@@ -172,6 +174,18 @@ def test_flops_of_llama_8b_agree_with_6n():
     assert flops.projections == 6 * params * 8192
     assert flops.attention == 12 * 8192 * 8192 * 32 * 128 * 32
     assert flops.causal == flops.projections + flops.attention / 2
+
+
+def test_flops_of_deepseek_count_chosen_experts_and_values_that_are_narrower_than_keys():
+    config = PRESETS["deepseek-v3"]
+    dims = ModelDims.of(config)
+    plan = make_plan(abstract(config), {"tp": 8}, config=config)
+    flops = model_flops(plan, dims, tokens=4096, seq=4096)
+    # Published: 37 B of 671 B for a token, with the embedding, which multiplies nothing.
+    active = flops.projections / 6 / 4096 + 129280 * 7168
+    assert active == pytest.approx(37e9, rel=0.02)
+    assert flops.attention == 6 * 4096 * 4096 * 128 * (192 + 128) * 61
+    assert sizes_of(config, 4096).params == pytest.approx(671e9, rel=0.005)
 
 
 def test_a_tied_table_multiplies_too():

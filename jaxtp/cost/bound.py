@@ -149,7 +149,7 @@ def _around(plan: Plan, dims: ModelDims, shard: int, compute: str, micro: int) -
     axis, ways = plan.mesh.name_of(Axis.CP), plan.mesh.size_of(Axis.CP)
     # Where queries are split further than keys, a kv head lies on several devices.
     heads = max(dims.kv_heads / plan.mesh.tp_size, 1)
-    size = 2 * shard * heads * dims.head_dim * jnp.dtype(compute).itemsize
+    size = shard * heads * dims.head_widths * jnp.dtype(compute).itemsize
     layers = dims.layers / (plan.stages.num_stages if plan.stages else 1)
     count = 3 * (ways - 1) * layers * micro
     if axis:

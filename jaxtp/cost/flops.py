@@ -35,12 +35,19 @@ class StepFlops:
 
 
 def train_flops(
-    *, matmul_params: int, tokens: int, layers: int, heads: int, head_dim: int, seq: int
+    *,
+    matmul_params: int,
+    tokens: int,
+    layers: int,
+    heads: int,
+    head_dim: int,
+    seq: int,
+    value_dim: int | None = None,
 ) -> StepFlops:
     """FLOPs of forward and backward.
 
     A product takes 2 FLOPs per parameter and token forward and twice that backward (6 in all,
-    Kaplan et al. 2020, section 2.1); scores and values take 2 x 2 x seq x heads x head_dim per
+    Kaplan et al. 2020, section 2.1); scores and values take 2 x seq x heads x head_dim each per
     token and layer forward, three times that in all (Narayanan et al. 2021, appendix A).
 
     Args:
@@ -51,13 +58,15 @@ def train_flops(
         heads: Query heads of one layer.
         head_dim: Width of one head, in elements.
         seq: Tokens of one sequence.
+        value_dim: Width of its values; None: that of the head.
 
     >>> train_flops(matmul_params=10, tokens=3, layers=0, heads=1, head_dim=1, seq=1).full
     180
     """
+    widths = head_dim + (head_dim if value_dim is None else value_dim)
     return StepFlops(
         projections=6 * matmul_params * tokens,
-        attention=3 * 4 * seq * heads * head_dim * tokens * layers,
+        attention=3 * 2 * seq * heads * widths * tokens * layers,
     )
 
 
@@ -104,6 +113,7 @@ def model_flops(plan: Plan, dims: ModelDims, *, tokens: int, seq: int) -> StepFl
         heads=dims.heads,
         head_dim=dims.head_dim,
         seq=seq,
+        value_dim=dims.value_dim or None,
     )
 
 
@@ -142,7 +152,8 @@ def layer_params(plan: Plan, dims: ModelDims) -> LayerParams:
     total = sum(sizes.values())
     # Row products write the residual stream; of experts only those do.
     out = sum(size for path, size in sizes.items() if _writes_stream(plan[path], dims))
-    attention_out = dims.layers * dims.heads * dims.head_dim * dims.hidden_size
+    values = dims.heads * (dims.value_dim or dims.head_dim)
+    attention_out = dims.layers * values * dims.hidden_size
     return LayerParams(
         columns=total - out, attention_out=attention_out, mlp_out=out - attention_out
     )

@@ -71,5 +71,5 @@ def recomputed_flops(remat: str, plan: Plan, dims: ModelDims, *, tokens: int, se
         + again.attention_out * params.attention_out
         + again.mlp_out * params.mlp_out
     )
-    scores = again.attention * 4 * seq * dims.heads * dims.head_dim * dims.layers
+    scores = again.attention * 2 * seq * dims.heads * dims.head_widths * dims.layers
     return (2 * products + scores) * tokens

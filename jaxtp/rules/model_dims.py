@@ -15,6 +15,7 @@ SPELLINGS: dict[str, tuple[str, ...]] = {
     "heads": ("num_attention_heads", "num_heads", "n_head", "n_heads", "encoder_attention_heads"),
     "kv_heads": ("num_key_value_heads", "num_kv_heads", "n_head_kv", "num_kv", "n_kv_heads"),
     "head_dim": ("head_dim", "d_kv", "d_head", "head_size"),
+    "value_dim": ("v_head_dim",),
     "vocab_size": ("vocab_size", "n_vocab", "num_embed", "padded_vocab_size"),
     "experts": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
     "chosen": ("num_experts_per_tok", "num_experts_per_token", "moe_top_k"),
@@ -31,6 +32,7 @@ class ModelDims:
         heads: Query heads of one layer.
         kv_heads: Key/value heads of one layer.
         head_dim: Width of one head.
+        value_dim: Width of its values, where that is another.
         vocab_size: Rows of the token table.
         experts: Experts of one mixture layer.
         chosen: Experts that a token has.
@@ -43,11 +45,17 @@ class ModelDims:
     heads: int = 0
     kv_heads: int = 0
     head_dim: int = 0
+    value_dim: int = 0
     vocab_size: int = 0
     experts: int = 0
     chosen: int = 0
     layers: int = 0
     insist: bool = False
+
+    @property
+    def head_widths(self) -> int:
+        """Width of a head's keys and of its values together."""
+        return self.head_dim + (self.value_dim or self.head_dim)
 
     @classmethod
     def of(
