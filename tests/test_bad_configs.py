@@ -76,6 +76,7 @@ REFUSED = {
     "another choice": ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method is 'noaux_tc'"),
     "sigmoid": ("deepseek_v2", {"scoring_func": "sigmoid"}, "scoring_func is 'sigmoid'"),
     "weights of one": ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob is True"),
+    "no latents": ("deepseek_v3", {"kv_lora_rank": None}, "kv_lora_rank: Input should be a valid"),
     "groups of latents": ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads is 2"),
     "untruncated": (
         "deepseek_v3",

@@ -77,13 +77,17 @@ V2_CONSTANTS = {"rope_interleave": True, "norm_topk_prob": False}
 V3_CONSTANTS = {"scoring_func": "sigmoid", "router_correction": True}
 
 TYPES: dict[str, Any] = {
+    # Null says something in ours alone.
+    "kv_lora_rank": int,
+    "qk_rope_head_dim": int,
+    "v_head_dim": int,
     "qk_nope_head_dim": int,
     "qk_head_dim": int | None,
     "topk_method": str,
     "n_group": int | None,
     "topk_group": int | None,
 }
-"""Of fields that are not ours."""
+"""Of fields that are not ours, or have another type there."""
 
 
 def read_v3(given: Fields, where: str) -> Fields:
