@@ -242,7 +242,7 @@ class Unrolled(Llama):
     def __init__(self, config: LlamaConfig, rngs: nnx.Rngs) -> None:
         super().__init__(dataclasses.replace(config, num_hidden_layers=1), rngs)
         layers = range(config.num_hidden_layers)
-        self.layers = nnx.List([LlamaLayer(config, rngs) for _ in layers])
+        self.layers = nnx.List([LlamaLayer(config, rngs, has_experts=False) for _ in layers])
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Logits (batch, tokens, vocab)."""
