@@ -24,12 +24,12 @@ from tables import Cell, Flag, Section, tabulate
 
 from jaxtp.compile.analysis import RUNTIME_BYTES
 from jaxtp.compile.options import compile_options
-from jaxtp.compile.report import GIB, Link, Report, Row
+from jaxtp.compile.report import Link, Report, Row
 from jaxtp.config.files import changed
 from jaxtp.config.presets import preset
 from jaxtp.config.settings import Config
 from jaxtp.hardware.gpus import LINKS
-from jaxtp.hardware.links import MIB
+from jaxtp.hardware.links import GIB, MIB
 from jaxtp.train.attention import has_cudnn
 from jaxtp.train.preflight import preflight_config
 

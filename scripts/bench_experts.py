@@ -23,6 +23,7 @@ from jaxtp import models
 from jaxtp.compile.report import Report
 from jaxtp.config.settings import Batch, Config, Experts, Mesh
 from jaxtp.hardware.gpus import Target
+from jaxtp.hardware.links import GIB
 from jaxtp.models.llama import LlamaConfig
 from jaxtp.train.preflight import preflight_config
 
@@ -97,8 +98,8 @@ def row_of(run: Run) -> dict[str, Any]:
             of_all(lambda r: r.flops_per_device) * target.num_devices / flops / RECOMPUTED, 3
         ),
         "x formula": round(sent / formula, 3),
-        "peak GiB": round(of_all(lambda report: report.peak_bytes) / 2**30, 1),
-        "of": round(more.card_bytes / 2**30, 1),
+        "peak GiB": round(of_all(lambda report: report.peak_bytes) / GIB, 1),
+        "of": round(more.card_bytes / GIB, 1),
         "step ms": round(seconds * 1e3, 1),
         "MFU": round(flops / peak / seconds, 3),
     }

@@ -25,7 +25,6 @@ import tyro
 from rich.console import Console
 from tables import Cell, Flag, Section, tabulate
 
-from jaxtp.compile.report import GIB
 from jaxtp.generation.preflight import (
     ENTRY,
     GenerationReport,
@@ -33,6 +32,7 @@ from jaxtp.generation.preflight import (
     preflight_generation,
     program_on_target,
 )
+from jaxtp.hardware.links import GIB
 
 SHAPES = (("llama3-8b", "h100:1x8"), ("llama3-70b", "h200:1x8"))
 BATCHES = (1, 16, 64)

@@ -30,13 +30,14 @@ import jax.numpy as jnp
 import tyro
 
 import jaxtp
-from jaxtp.compile.report import GIB, Report
+from jaxtp.compile.report import Report
 from jaxtp.config.batch_sizes import resolve
 from jaxtp.config.presets import preset
 from jaxtp.config.settings import Config
 from jaxtp.cost.flops import StepFlops, model_flops
 from jaxtp.errors import BadTarget, BadTopology, CheckFailed, DoesNotFit
 from jaxtp.hardware.gpus import KINDS, DeviceKind, kind_of
+from jaxtp.hardware.links import GIB
 from jaxtp.rules.model_dims import ModelDims
 from jaxtp.train.config_step import abstract_step
 from jaxtp.train.planning import model_of, plan_of

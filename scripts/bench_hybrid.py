@@ -29,12 +29,12 @@ from tables import Cell, Flag, Section, tabulate
 
 import jaxtp
 from jaxtp.activations.by_name import use_plan
-from jaxtp.compile.report import GIB
 from jaxtp.config.batch_sizes import resolve
 from jaxtp.config.settings import Batch, Communication, Config, Mesh, Pipeline, Tensor, Zero
 from jaxtp.cost.stage_balance import STRATEGIES, Work, compare, deal, step_seconds
 from jaxtp.errors import DoesNotFit
 from jaxtp.hardware.gpus import KINDS
+from jaxtp.hardware.links import GIB
 from jaxtp.layers.stacked import scan_layers
 from jaxtp.mesh.build import plan_mesh
 from jaxtp.plan.stages import Stages

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 import tyro
 from tables import Cell, Flag, Section, tabulate
 
-from jaxtp.compile.report import GIB, Report
+from jaxtp.compile.report import Report
 from jaxtp.config.presets import preset
+from jaxtp.hardware.links import GIB
 from jaxtp.train.attention import has_cudnn
 from jaxtp.train.preflight import preflight_config
 

@@ -23,6 +23,7 @@ from jaxtp.cost.flops import model_flops
 from jaxtp.cost.peak_memory import peak_memory
 from jaxtp.cost.recomputation import recomputed_flops, reruns_of
 from jaxtp.hardware.gpus import Target
+from jaxtp.hardware.links import GIB
 from jaxtp.rules.model_dims import ModelDims
 from jaxtp.train.planning import axis_sizes, model_of, plan_of
 from jaxtp.train.preflight import preflight_config
@@ -100,7 +101,7 @@ def compare(
     text = " ".join(f"{axis} {ratio:.3f}" for axis, ratio in wires.items())
     worst = max(wires.values(), key=lambda ratio: abs(ratio - 1), default=1.0)
     return (
-        f"{model:12s} {target:8s} {line:55s} {report.peak_bytes / 2**30:7.2f} GiB {peak:6.3f}  "
+        f"{model:12s} {target:8s} {line:55s} {report.peak_bytes / GIB:7.2f} GiB {peak:6.3f}  "
         f"{text:24s} FLOPs {flops:.3f} step {step:.3f}",
         peak,
         worst,

@@ -16,10 +16,10 @@ from jaxtp.config.files import load
 from jaxtp.config.settings import Config
 from jaxtp.config.write import to_toml
 from jaxtp.cost.candidates import describe_fields
-from jaxtp.cost.ranking import GIB
 from jaxtp.errors import BadUsage
 from jaxtp.generation.mesh_search import search_generation
 from jaxtp.generation.preflight import Workload
+from jaxtp.hardware.links import GIB
 from jaxtp.inspect.pages.search_page import search_html
 from jaxtp.train.machine_sizes import largest_batch, smallest_machine
 from jaxtp.train.mesh_advice import mesh_text

@@ -12,10 +12,11 @@ from jaxtp.compile.collectives import Collective, find, site
 from jaxtp.compile.hlo import Module, parse
 from jaxtp.compile.options import CompileOptions
 from jaxtp.compile.ragged import dense_ragged
-from jaxtp.compile.report import GIB, Link, Report, Row
+from jaxtp.compile.report import Link, Report, Row
 from jaxtp.compile.schedule import Schedule, Window, simulate
 from jaxtp.cost.bound import Need, seconds_of
 from jaxtp.hardware.gpus import LINKS, Target
+from jaxtp.hardware.links import GIB
 
 NOTICED_BYTES = 2**20
 """Arguments below this size are not worth a line about donation."""

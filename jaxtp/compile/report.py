@@ -9,8 +9,8 @@ from typing import Any
 from jaxtp.compile.options import Value
 from jaxtp.compile.schedule import Schedule
 from jaxtp.errors import join
+from jaxtp.hardware.links import GIB
 
-GIB = 2**30
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": GIB}
 WIDTH = 132
 """Columns of the text form."""

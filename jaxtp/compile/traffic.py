@@ -1,6 +1,6 @@
 """Memory traffic of a compiled program, products included: what bounds a step of few tokens.
 
-A train step is bound by products, and `compile/schedule` prices those by FLOPs alone. A token of
+A train step is bound by products, and `compile/schedule` prices those by their sizes. A token of
 generation reads every weight for a few FLOPs a byte: here every instruction takes what it reads and
 writes over the memory's bandwidth, or its FLOPs over their rate, whichever is longer.
 """

@@ -34,9 +34,7 @@ def state_bytes_per_device(
         cut_by: Count only arrays that are sharded along this axis.
     """
     return sum(
-        itemsize(str(leaf.dtype))
-        * math.prod(places[path].stored)
-        // math.prod(mesh.ways(axes) for axes in places[path].spec)
+        itemsize(str(leaf.dtype)) * math.prod(places[path].stored) // mesh.pieces(places[path].spec)
         for path, leaf in leaves(state)
         if not cut_by or any(cut_by in axes for axes in places[path].spec)
     )

@@ -12,6 +12,7 @@ from jaxtp.cost.peak_memory import PeakMemory, peak_memory
 from jaxtp.cost.step import StepPrice, price
 from jaxtp.cost.strategy import AXES, ModelSizes, Strategy
 from jaxtp.cost.wire import Wires
+from jaxtp.hardware.links import GIB
 
 EXPECTED_ERROR = 0.08
 """Mean error of the step time over published runs that no constant was fitted on, one source left
@@ -24,8 +25,6 @@ is in both (`scripts/bench_cost.py`, regret)."""
 USABLE_MEMORY = 0.94
 """Share of a GPU's memory that a program may fill: the CUDA context and NCCL take about 3 GiB of
 80, and the allocator cannot use every gap."""
-
-GIB = 2**30
 
 PARTS: Mapping[str, str] = {
     "compute": "of computing: narrower products, or recomputation",

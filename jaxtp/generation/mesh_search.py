@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 
 from jaxtp.errors import BadTarget, DoesNotFit, JaxtpError
 from jaxtp.generation.preflight import (
-    GIB,
     GenerationReport,
     Workload,
     cache_bytes,
@@ -13,6 +12,7 @@ from jaxtp.generation.preflight import (
     token_floor,
 )
 from jaxtp.hardware.gpus import Target
+from jaxtp.hardware.links import GIB
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

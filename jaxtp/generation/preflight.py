@@ -35,6 +35,7 @@ from jaxtp.generation.programs import (
 )
 from jaxtp.generation.sampling import Sampling
 from jaxtp.hardware.gpus import Target
+from jaxtp.hardware.links import GIB
 from jaxtp.mesh.axes import Axis
 from jaxtp.mesh.build import plan_mesh
 from jaxtp.models.cache import cache_shape
@@ -43,7 +44,6 @@ from jaxtp.plan.decisions import Plan
 from jaxtp.plan.trees import Spec, itemsize, partition_spec
 from jaxtp.rules.planner import make_plan
 
-GIB = 2**30
 ENTRY = "jaxtp.generation.preflight:program_on_target"
 
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from jaxtp.errors import BadPrompt, BadStages, PlanMismatch, Problems, join, warn
 from jaxtp.generation.programs import Progress, Setting, prompt_program, token_program
 from jaxtp.generation.sampling import Sampling
+from jaxtp.hardware.links import GIB
 from jaxtp.mesh.build import auto_context
 from jaxtp.models.decoder import Decoder
 from jaxtp.plan.decisions import Plan
@@ -177,7 +178,7 @@ def plan_of(model: Decoder, plan: Plan | None = None) -> tuple[Plan | None, Mesh
             fix="place it on a mesh of tp and dp: jaxtp.shard(model, mesh)",
         )
     if cut := [d for d in plan.decisions if d.dim_on(plan.mesh.batch) is not None]:
-        gathered = sum(d.num_bytes for d in cut) / 2**30
+        gathered = sum(d.num_bytes for d in cut) / GIB
         warn(
             f"TP043: {join(plan.mesh.batch)} shard parameters too, and every token gathers "
             f"{gathered:,.2f} GiB of them\n  fix: jaxtp.shard(model, mesh, zero=0) for generation; "

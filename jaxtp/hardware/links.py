@@ -9,7 +9,7 @@ import bisect
 import math
 from collections.abc import Mapping, Sequence
 
-MIB = 2**20
+MIB, GIB = 2**20, 2**30
 TABLE_BYTES = tuple(int(mib * MIB) for mib in (1 / 16, 1 / 4, 1, 4, 16, 64, 256, 1024))
 """Full-buffer sizes, in bytes, at which the tables below list a bandwidth."""
 

@@ -226,6 +226,10 @@ class MeshShape:
         sizes = dict(self.sizes)
         return math.prod(sizes[a] for a in axes)
 
+    def pieces(self, spec: Iterable[Iterable[str]]) -> int:
+        """Into how many shards a spec, axes for each dim, divides an array."""
+        return math.prod(self.ways(axes) for axes in spec)
+
     def prefixes(self) -> tuple[tuple[str, ...], ...]:
         """Prefixes of the factored tensor axis, widest first, the empty one last."""
         return tuple(self.tp[:n] for n in range(len(self.tp), -1, -1))

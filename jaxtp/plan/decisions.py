@@ -87,7 +87,7 @@ class ParamDecision:
     def bytes_per_device(self, mesh: MeshShape) -> int:
         """Bytes that one device holds of this array, padding included."""
         stored = math.prod(self.stored) * itemsize(self.dtype)
-        return stored // math.prod(mesh.ways(axes) for axes in self.spec)
+        return stored // mesh.pieces(self.spec)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)

@@ -54,7 +54,7 @@ class InputDecision:
 
     def bytes_per_device(self, mesh: MeshShape) -> int:
         """Bytes that one device stores of this array."""
-        return self.num_bytes // math.prod(mesh.ways(axes) for axes in self.spec)
+        return self.num_bytes // mesh.pieces(self.spec)
 
     def explain(self, mesh: MeshShape) -> str:
         """All that is known about it, over several lines."""

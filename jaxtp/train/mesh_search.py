@@ -9,10 +9,11 @@ from jaxtp.compile.report import Report
 from jaxtp.config.presets import preset
 from jaxtp.config.settings import Batch, Config
 from jaxtp.cost.candidates import POLICIES, SETTINGS, candidates
-from jaxtp.cost.ranking import EQUAL_WITHIN, EXPECTED_ERROR, GIB, Candidate, Ranking, rank
+from jaxtp.cost.ranking import EQUAL_WITHIN, EXPECTED_ERROR, Candidate, Ranking, rank
 from jaxtp.cost.strategy import AXES, ModelSizes
 from jaxtp.errors import BadUsage, DoesNotFit, JaxtpError, join
 from jaxtp.hardware.gpus import Target
+from jaxtp.hardware.links import GIB
 from jaxtp.models import LlamaConfig
 from jaxtp.train.mesh_advice import advice, mesh_text
 from jaxtp.train.planning import model_of

@@ -22,6 +22,7 @@ from jaxtp.cost.tensor_time import reduction_seconds
 from jaxtp.errors import DoesNotFit, warn
 from jaxtp.hardware.clusters import Cluster
 from jaxtp.hardware.gpus import Target
+from jaxtp.hardware.links import GIB
 from jaxtp.mesh.axes import Axis
 from jaxtp.models.lora import is_adapter
 from jaxtp.placement.train_state import slots
@@ -132,7 +133,7 @@ def _offloaded(config: Config, state: TrainState, plan: Plan) -> tuple[str, ...]
     # Compiled without a device, programs have no host memory.
     held = state_bytes_per_device(state.opt_state, slots(state.opt_state, plan), plan.mesh)
     return (
-        f"the peak counts {held / 2**30:,.2f} GiB of optimizer state per GPU, which "
+        f"the peak counts {held / GIB:,.2f} GiB of optimizer state per GPU, which "
         "zero.offload_optimizer keeps in the host's memory between steps",
     )
 
@@ -181,8 +182,8 @@ def refuse_too_large(config: Config, state: TrainState, plan: Plan, target: Targ
     ways = config.mesh.dp * config.mesh.fsdp
     sharded = f"zero.stage=3 with mesh.fsdp={ways}, " if ways > 1 and plan.zero < 3 else ""
     raise DoesNotFit(
-        f"parameters and optimizer state take {held / 2**30:,.1f} GiB of each GPU, before any "
-        f"activation; {target.device.name} has {card / 2**30:,.1f} GiB",
+        f"parameters and optimizer state take {held / GIB:,.1f} GiB of each GPU, before any "
+        f"activation; {target.device.name} has {card / GIB:,.1f} GiB",
         where="mesh",
         fix=f"{sharded}a larger mesh.tp, or more GPUs",
     )

@@ -1,10 +1,12 @@
-"""Loops whose turns hand large arrays to each other."""
+"""What the loops over layers share: turns that hand large arrays on, one layer, no gradient."""
 
 from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax import lax
+
+from jaxtp.plan.trees import PyTree
 
 
 def in_pairs(turns: int, body: Callable[[jax.Array | int, Any], Any], carry: Any) -> Any:
@@ -19,3 +21,23 @@ def in_pairs(turns: int, body: Callable[[jax.Array | int, Any], Any], carry: Any
 
     carry = lax.fori_loop(0, turns // 2, pair, carry)
     return body(turns - 1, carry) if turns % 2 else carry
+
+
+def take(stacked: PyTree, index: jax.Array | int) -> PyTree:
+    """One layer of stacked arrays."""
+
+    def one(w: jax.Array) -> jax.Array:
+        return lax.dynamic_index_in_dim(w, index, keepdims=False)
+
+    return jax.tree.map(one, stacked)
+
+
+@jax.custom_jvp
+def no_gradient(x: jax.Array) -> jax.Array:
+    """`x`, of which there is no derivative."""
+    return x
+
+
+@no_gradient.defjvp
+def _refuse(_primals: Any, _tangents: Any) -> Any:
+    raise NotImplementedError("layers give no gradient of what blocks take as context")

@@ -15,7 +15,7 @@ from jax import lax
 
 from jaxtp.activations.by_name import ActivePlan
 from jaxtp.errors import NotInterleaved, join
-from jaxtp.layers.gathering.loops import in_pairs
+from jaxtp.layers.gathering.loops import in_pairs, no_gradient, take
 from jaxtp.layers.gathering.one_layer import Layer, Run, trace_layer
 from jaxtp.layers.recomputation import Policy
 from jaxtp.mesh.axes import Axis
@@ -71,17 +71,6 @@ def run_ahead(
     return replicas.join(_differentiable(run)(params, x, context, tables))
 
 
-@jax.custom_jvp
-def no_gradient(x: jax.Array) -> jax.Array:
-    """`x`, of which there is no derivative."""
-    return x
-
-
-@no_gradient.defjvp
-def _refuse(_primals: Any, _tangents: Any) -> Any:
-    raise NotImplementedError("layers give no gradient of what blocks take as context")
-
-
 class Kept(NamedTuple):
     """Of all layers, `(layers, R, ...)`, for the backward pass.
 
@@ -128,7 +117,7 @@ def _backward(
     weights, last = run.weights, run.num_layers - 1
 
     def layer(i: jax.Array | int, w: PyTree, d_x: jax.Array) -> tuple[jax.Array, PyTree]:
-        x, others = jax.tree.map(functools.partial(_take, i), tuple(kept))
+        x, others = take(tuple(kept), i)
         return run.backward(others, x, w, {**context, **take(rows, i)}, d_x)
 
     def body(turn: jax.Array | int, carry: Any, *, final: bool = False) -> Any:
@@ -185,15 +174,6 @@ def _room(run: Run, one: Any) -> jax.Array:
     return run.weights.replicas.active.place(
         zeros, None, *axes, *[jax.sharding.PartitionSpec.UNCONSTRAINED] * (one.ndim - len(axes))
     )
-
-
-def take(stacked: PyTree, index: jax.Array | int) -> PyTree:
-    """One layer of stacked arrays."""
-    return jax.tree.map(functools.partial(_take, index), stacked)
-
-
-def _take(index: jax.Array | int, stacked: jax.Array) -> jax.Array:
-    return lax.dynamic_index_in_dim(stacked, index, keepdims=False)
 
 
 def _put(index: jax.Array | int, stacked: jax.Array, one: jax.Array) -> jax.Array:

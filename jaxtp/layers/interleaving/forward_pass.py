@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxtp.activations.by_name import in_force
-from jaxtp.layers.gathering.loops import in_pairs
+from jaxtp.layers.gathering.loops import in_pairs, take
 from jaxtp.layers.gathering.weights import Weights
 from jaxtp.layers.interleaving.partial_blocks import Branch, Context, Partial, Ways
 from jaxtp.plan.trees import PyTree
@@ -278,15 +278,6 @@ class Turns:
         norm_params = take(self.params[i][0], self.layer + ahead)
         pieces = [_piece(me.x, piece, num_pieces) for piece in range(num_pieces)]
         me.inputs = [self.stack.ways.copies(self.stack.norm(i, norm_params, x)) for x in pieces]
-
-
-def take(stacked: PyTree, index: jax.Array | int) -> PyTree:
-    """One layer of stacked arrays."""
-
-    def one(w: jax.Array) -> jax.Array:
-        return lax.dynamic_index_in_dim(w, index, keepdims=False)
-
-    return jax.tree.map(one, stacked)
 
 
 def _piece(x: jax.Array, piece: int, num_pieces: int) -> jax.Array:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jaxtp.activations.by_name import ActivePlan
 from jaxtp.errors import NotInterleaved
+from jaxtp.layers.gathering.loops import no_gradient
 from jaxtp.layers.gathering.weights import Weights, weights_of
 from jaxtp.layers.interleaving.backward_pass import backward
 from jaxtp.layers.interleaving.forward_pass import Params, Stack, forward
@@ -55,7 +56,7 @@ def interleave(
     )
     params = [(branch.norm_params, branch.block_params) for branch in branches]
     halves = [_half(x_BTD, half) for half in (0, 1)]
-    fixed = jax.tree.map(_no_gradient, dict(context))
+    fixed = jax.tree.map(no_gradient, dict(context))
     contexts = [jax.tree.map(functools.partial(_half, half=half), fixed) for half in (0, 1)]
     behind = _differentiable(stack)(params, halves, contexts)
     return jnp.stack(behind, axis=1).reshape(x_BTD.shape)
@@ -82,16 +83,6 @@ def _weights(
 def _half(x: jax.Array, half: int) -> jax.Array:
     """Every other row, so that each half lies on all replicas; one row for all stays."""
     return x if x.shape[0] == 1 else x.reshape(-1, 2, *x.shape[1:])[:, half]
-
-
-@jax.custom_jvp
-def _no_gradient(x: jax.Array) -> jax.Array:
-    return x
-
-
-@_no_gradient.defjvp
-def _refuse(_primals: Any, _tangents: Any) -> Any:
-    raise NotImplementedError("interleaved layers give no gradient of what blocks take as context")
 
 
 def _differentiable(stack: Stack) -> Any:
