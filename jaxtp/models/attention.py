@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jaxtp.activations.by_name import constrain
 from jaxtp.layers.context.attention import attend_shared
-from jaxtp.layers.context.blocks import Scores
+from jaxtp.layers.context.blocks import Scores, soft_capped
 from jaxtp.layers.context.dealing import sharing
 
 WIDEST_HEAD = 128
@@ -128,8 +128,7 @@ def capped_attention(
     q_BTKGH = q_BTNH.reshape(*q_BTNH.shape[:2], num_kv_heads, -1, width)
     scores = jnp.einsum("btkgh,bskh->bkgts", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32)
     scores *= width**-0.5 if scale is None else scale
-    if softcap is not None:
-        scores = softcap * jnp.tanh(scores / softcap)
+    scores = soft_capped(scores, softcap)
     behind_TS = jnp.arange(scores.shape[-2])[:, None] - jnp.arange(scores.shape[-1])[None, :]
     seen_TS = behind_TS >= 0 if is_causal else jnp.ones_like(behind_TS, bool)
     if local_window_size is not None:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtp.activations.by_name import constrain
+from jaxtp.layers.context.blocks import soft_capped
 from jaxtp.models.attention import attend, capped_attention
 
 LONGEST_AT_ONCE = 1024
@@ -146,13 +147,11 @@ class LayerCache:
         def scored(equation: str, keys: jax.Array) -> jax.Array:
             scores = jnp.einsum(equation, q_BKGH, keys, preferred_element_type=jnp.float32)
             scores *= width**-0.5 if scale is None else scale
-            return scores if softcap is None else softcap * jnp.tanh(scores / softcap)
+            return soft_capped(scores, softcap)
 
         slots_S = jnp.arange(num_slots)
         seen_BS = (slots_S[None] >= self.first_B[:, None]) & (slots_S <= self.slot)[None]
-        if window is not None:
-            near_S = slots_S > self.slot - window
-            seen_BS &= (near_S if has_window is None else near_S | ~has_window)[None]
+        seen_BS &= _in_window(self.slot - slots_S, window, has_window)[None]
         scores_BKGS = scored("bkgh,bksh->bkgs", keys_BKSH)
         is_own_S = (slots_S == self.slot)[None, None, None]
         own_BKG1 = scored("bkgh,bkh->bkg", own_BKH)[..., None]
@@ -197,10 +196,7 @@ def in_blocks(
         q_BCNH = jax.lax.dynamic_slice_in_dim(q_BTNH, first, QUERY_BLOCK, axis=1)
         own_BC = jax.lax.dynamic_slice_in_dim(segment_ids_BT, first, QUERY_BLOCK, axis=1)
         behind_CT = (first + jnp.arange(QUERY_BLOCK))[:, None] - jnp.arange(num_tokens)[None]
-        seen_CT = behind_CT >= 0
-        if window is not None:
-            near_CT = behind_CT < window
-            seen_CT &= near_CT if has_window is None else near_CT | ~has_window
+        seen_CT = (behind_CT >= 0) & _in_window(behind_CT, window, has_window)
         mask_BCT = (own_BC[:, :, None] == segment_ids_BT[:, None]) & seen_CT[None]
         q_BCNH = constrain(q_BCNH, "heads", units)
         out_BCNH = capped_attention(
@@ -211,6 +207,14 @@ def in_blocks(
     blocks = jax.lax.map(block, jnp.arange(0, num_tokens, QUERY_BLOCK))
     heads = (q_BTNH.shape[2], v_BTKH.shape[-1])
     return blocks.swapaxes(0, 1).reshape(batch, num_tokens, *heads)
+
+
+def _in_window(behind: jax.Array, window: int | None, has_window: jax.Array | None) -> jax.Array:
+    """Whether the window shows a query the key so many tokens behind it; all without a window."""
+    if window is None:
+        return jnp.ones_like(behind, bool)
+    near = behind < window
+    return near if has_window is None else near | ~has_window
 
 
 def scan_cached(

@@ -227,8 +227,7 @@ class _Tiles:
     ) -> tuple[jax.Array, jax.Array | None]:
         """Scores of a tile, float32 (batch, kv heads, query heads, queries, keys); see `_seen`."""
         score = _product("btkgh,bskh->bkgts", q, k) * self._scores.scale
-        if (cap := self._scores.softcap) is not None:
-            score = cap * jnp.tanh(score / cap)
+        score = soft_capped(score, self._scores.softcap)
         seen = self._seen(i, j)
         return _where(seen, score, NOTHING), seen
 
@@ -256,6 +255,11 @@ class _Tiles:
             )
             seen &= (own_BT[:, :, None] == own_BS[:, None, :])[:, None, None]
         return seen
+
+
+def soft_capped(x: jax.Array, cap: float | None) -> jax.Array:
+    """Cap x tanh(x / cap), as Gemma 2 bends scores and logits; `x` itself without a cap."""
+    return x if cap is None else cap * jnp.tanh(x / cap)
 
 
 def _where(seen: jax.Array | None, x: jax.Array, other: float) -> jax.Array:

@@ -17,6 +17,7 @@ from flax import nnx
 from numpy.typing import NDArray
 
 from jaxtp.activations.by_name import constrain, spread
+from jaxtp.layers.context.blocks import soft_capped
 from jaxtp.layers.experts import Capacity
 from jaxtp.models.attention import attend
 from jaxtp.models.cache import LayerCache
@@ -252,8 +253,7 @@ class Llama(Decoder):
         """Scores over the vocab from final hidden states, (batch, tokens, vocab)."""
         tied = self.config.tie_word_embeddings
         logits_BTV = self.embed_tokens.attend(h_BTD) if tied else self.lm_head(h_BTD)
-        if (cap := self.config.final_logit_softcapping) is not None:
-            logits_BTV = cap * jnp.tanh(logits_BTV / cap)
+        logits_BTV = soft_capped(logits_BTV, self.config.final_logit_softcapping)
         return mask_padding(constrain(logits_BTV, "logits"), self.config.vocab_size)
 
 
