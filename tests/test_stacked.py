@@ -9,12 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 from rounding import bound
 
 from jaxtp.activations.by_name import constrain, use_plan
 from jaxtp.compile.deviceless import preflight
 from jaxtp.errors import BadConfig, BadStages, JaxtpWarning, SizeMismatch
+from jaxtp.layers.context.one_device import on_each_device
 from jaxtp.layers.stacked import scan_layers
 from jaxtp.mesh.axes import MeshShape
 from jaxtp.mesh.build import make_mesh
@@ -197,6 +198,35 @@ def test_no_tick_keeps_a_copy_of_the_weights(remat):
         < 5 * of_a_stage
         < stages.num_ticks * of_a_stage
     )
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_attention_of_each_device_s_heads_in_a_stage_has_the_numbers_of_all(masked):
+    random = np.random.default_rng(0)
+    q, k, v = (np.float32(random.normal(size=(4, 6, heads, 8))) for heads in (4, 2, 2))
+    ids = np.cumsum(random.random((4, 6)) < 0.3, 1)
+    mask = ids[:, None, :, None] == ids[:, None, None, :] if masked else None
+
+    def total(q, k, v, mask):
+        attend = functools.partial(jax.nn.dot_product_attention, is_causal=True)
+        return jnp.sum(jnp.sin(on_each_device(attend, mask)(q, k, v)))
+
+    run = jax.value_and_grad(total, (0, 1, 2))
+    want = run(q, k, v, mask)
+    plan, mesh = plan_for(DP, EVEN(4, 2)), make_mesh(pp=2, **DP)
+    with use_plan(plan, mesh):
+        of_a_stage = jax.shard_map(
+            run,
+            mesh=mesh,
+            in_specs=PartitionSpec(),
+            out_specs=PartitionSpec(),
+            axis_names={"pp"},
+            check_vma=False,
+        )
+        traced = str(jax.make_jaxpr(of_a_stage)(q, k, v, mask))
+        got = jax.jit(of_a_stage)(q, k, v, mask)
+    assert traced.count("shard_map[") > 1
+    close(jax.device_get(got), jax.device_get(want))
 
 
 # What cannot be

@@ -10,6 +10,7 @@ from jaxtp.activations.by_name import constrain
 from jaxtp.layers.context.attention import attend_shared
 from jaxtp.layers.context.blocks import Scores, soft_capped
 from jaxtp.layers.context.dealing import sharing
+from jaxtp.layers.context.one_device import on_each_device
 
 WIDEST_HEAD = 128
 """cuDNN's limit in elements before Hopper (256 from there on), in multiples of 8. JAX asks the GPU
@@ -84,12 +85,16 @@ def attend(
     mask_B1TT = None
     if segment_ids_BT is not None:
         mask_B1TT = segment_ids_BT[:, None, :, None] == segment_ids_BT[:, None, None, :]
-    options: dict[str, Any] = {"mask": mask_B1TT, "is_causal": True, "scale": scale}
+    options: dict[str, Any] = {"is_causal": True, "scale": scale}
     if softcap is not None:
-        run = functools.partial(capped_attention, softcap=softcap, **options)
+        run = functools.partial(capped_attention, softcap=softcap, mask=mask_B1TT, **options)
     else:
         run = functools.partial(
             jax.nn.dot_product_attention, implementation=implementation, **options
+        )
+        by_device = implementation == "cudnn"
+        run = (
+            on_each_device(run, mask_B1TT) if by_device else functools.partial(run, mask=mask_B1TT)
         )
     sliding = functools.partial(run, local_window_size=None if window is None else (window - 1, 0))
     if has_window is None:

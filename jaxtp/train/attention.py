@@ -66,12 +66,6 @@ def obstacle(config: Config) -> str:
     """Why cuDNN cannot compute a run's attention; "" if it can."""
     if why := cudnn_obstacle(published_of(config), config.precision.compute, config.mesh.tp):
         return why
-    # Both run inside a shard_map over some of the axes, where JAX cannot partition cuDNN's call.
-    if config.mesh.pp > 1:
-        return "cuDNN's call cannot be partitioned inside pipeline stages"
-    sums_once = config.batch.accumulation > 1 or config.precision.gradients == "float32"
-    if sums_once and config.mesh.data_ways > 1 and (config.zero.stage or 0) < 2:
-        return "cuDNN's call cannot be partitioned where replicas sum their gradients once"
     if config.data.packed and config.seq_len % 2:
         return f"cuDNN takes masks of an even number of tokens, not {config.seq_len}"
     return ""
