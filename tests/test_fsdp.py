@@ -17,6 +17,7 @@ from jaxtp.cost.memory import state_bytes_per_device
 from jaxtp.errors import BadConfig, DoesNotFit
 from jaxtp.hardware.gpus import Target
 from jaxtp.placement.train_state import slots
+from jaxtp.plan.trees import FlatTree
 from jaxtp.train import planning
 from jaxtp.train.config_step import abstract_state
 from jaxtp.train.preflight import preflight_config, warn_across_hosts
@@ -216,6 +217,6 @@ def test_what_cannot_fit_is_refused_before_it_is_compiled():
     sharded = resolve(dataclasses.replace(config, zero=Zero(stage=3)), 64)
     model = planning.model_of(sharded)
     plan = planning.plan_of(sharded, model, planning.axis_sizes(sharded))
-    state = abstract_state(sharded)
+    state = FlatTree.of(abstract_state(sharded)).shapes()
     held = state_bytes_per_device(state, slots(state, plan), plan.mesh)
     assert held == pytest.approx(12 * 70.55e9 / 64, rel=2e-3)

@@ -21,7 +21,7 @@ from jaxtp.placement.train_state import slots
 from jaxtp.plan.decisions import Plan
 from jaxtp.plan.stages import Stages
 from jaxtp.plan.stored_form import Blocks, pad, read, unpad
-from jaxtp.plan.trees import leaves
+from jaxtp.plan.trees import flatten, leaves
 from jaxtp.train.update import init_state
 
 WIDTH, INNER = 8, 16
@@ -162,7 +162,8 @@ def test_from_one_plans_stored_form_to_another_inside_jit():
     wide, narrow = mesh_of(4), mesh_of(2, 4)
     before = jaxtp.make_plan(tree, wide)
     after = jaxtp.make_plan(tree, narrow, stages=Stages.even(7, 2, micro_batches=4, num_rounds=2))
-    old, new = slots(tree, before), slots(tree, after)
+    arrays = flatten(tree)
+    old, new = slots(arrays, before), slots(arrays, after)
     kernel = "layers/up_proj/kernel"
     x = jaxtp.shard(tree, wide, plan=before)["layers"]["up_proj"]["kernel"]
     home = NamedSharding(narrow, after[kernel].partition_spec)

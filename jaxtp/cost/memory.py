@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from jaxtp.mesh.axes import MeshShape
-from jaxtp.plan.trees import PyTree, Spec, itemsize, leaves
+from jaxtp.plan.trees import Param, Spec, itemsize
 
 
 class Placed(Protocol):
@@ -23,18 +23,18 @@ class Placed(Protocol):
 
 
 def state_bytes_per_device(
-    state: PyTree, places: Mapping[str, Placed], mesh: MeshShape, *, cut_by: str = ""
+    state: Mapping[str, Param], places: Mapping[str, Placed], mesh: MeshShape, *, cut_by: str = ""
 ) -> int:
     """Bytes of a train state or a part of it, padding included, that one device holds.
 
     Args:
-        state: Its shapes.
+        state: Its arrays by path.
         places: Path -> where that array lies, from `jaxtp.placement.train_state.slots`.
         mesh: The plan's mesh shape.
         cut_by: Count only arrays that are sharded along this axis.
     """
     return sum(
-        itemsize(str(leaf.dtype)) * math.prod(places[path].stored) // mesh.pieces(places[path].spec)
-        for path, leaf in leaves(state)
+        itemsize(array.dtype) * math.prod(places[path].stored) // mesh.pieces(places[path].spec)
+        for path, array in state.items()
         if not cut_by or any(cut_by in axes for axes in places[path].spec)
     )

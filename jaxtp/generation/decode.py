@@ -18,7 +18,7 @@ from jaxtp.placement.arrays import check_plan, put
 from jaxtp.placement.inputs import arguments, input_slots, is_placed
 from jaxtp.plan.decisions import Plan
 from jaxtp.plan.inputs import STATE, InputDecision
-from jaxtp.plan.trees import PyTree, as_pytree, leaves, partition_spec, spell
+from jaxtp.plan.trees import FlatTree, PyTree, as_pytree, partition_spec, spell
 
 
 def jit_decode(
@@ -145,10 +145,11 @@ class Decode:
         places = [self._sharding(decision) for decision in decisions]
         if len(flat) == len(places) and all(map(is_placed, flat, places)):
             return flat
-        slots = input_slots(plain, decisions, self._plan)
+        given = FlatTree.of(plain)
+        slots = input_slots(given.shapes(), decisions, self._plan)
         return [
             put(leaf, NamedSharding(self.mesh, partition_spec(slots[path].spec)))
-            for path, leaf in leaves(plain)
+            for path, leaf in given.values.items()
         ]
 
 

@@ -1,8 +1,8 @@
 """The arrays of one checkpoint, brought into the places and the form of a target.
 
-A plan may store an array in another form than the model has (`jaxtp.padding`), and a checkpoint
-holds what was stored. It is read in that form, each device its own slice, and then converted array
-by array: out of the form of the one plan, into that of the other.
+A plan may store an array in another form than the model has (`jaxtp.plan.stored_form`), and a
+checkpoint holds what was stored. It is read in that form, each device its own slice, and then
+converted array by array: out of the form of the one plan, into that of the other.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from jaxtp.errors import BadCheckpoint, CheckpointMismatch, join
 from jaxtp.placement.train_state import Overrides, slots
 from jaxtp.plan.decisions import Plan
 from jaxtp.plan.stored_form import Padding, pad, unpad
-from jaxtp.plan.trees import PyTree, canonical, leaves, partition_spec, shape_dtype
+from jaxtp.plan.trees import FlatTree, PyTree, canonical, partition_spec, shape_dtype
 from jaxtp.processes.lost_peer import sign_of_lost_peer
 
 ITEM = "state"
@@ -100,10 +100,11 @@ class Stored:
 
 def stored(tree: PyTree, plan: Plan | None, overrides: Overrides | None) -> dict[str, Stored]:
     """Every leaf of a placed tree by path, with the form that its plan stores it in."""
-    found = slots(tree, plan, overrides) if plan is not None else {}
+    flat = FlatTree.of(tree)
+    found = slots(flat.shapes(), plan, overrides) if plan is not None else {}
     return {
         path: Stored(leaf, found[path].padding if path in found else ())
-        for path, leaf in leaves(tree)
+        for path, leaf in flat.values.items()
     }
 
 

@@ -171,6 +171,11 @@ class MeshShape:
         return self.sharding(Shards.BATCH)
 
     @property
+    def sequence(self) -> tuple[str, ...]:
+        """Axes that may shard activations along the sequence, major to minor."""
+        return self.sharding(Shards.SEQUENCE)
+
+    @property
     def data(self) -> tuple[str, ...]:
         """Axes that shard the tokens of a batch, its rows and along them: gradients are summed."""
         along = self.name_of(Axis.CP)
@@ -229,6 +234,10 @@ class MeshShape:
     def pieces(self, spec: Iterable[Iterable[str]]) -> int:
         """Into how many shards a spec, axes for each dim, divides an array."""
         return math.prod(self.ways(axes) for axes in spec)
+
+    def tp_ways(self, spec: Iterable[Iterable[str]]) -> int:
+        """Into how many shards the tensor axis alone divides an array of this spec."""
+        return self.ways(axis for axes in spec for axis in axes if axis in self.tp)
 
     def prefixes(self) -> tuple[tuple[str, ...], ...]:
         """Prefixes of the factored tensor axis, widest first, the empty one last."""

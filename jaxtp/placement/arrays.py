@@ -41,7 +41,7 @@ from jaxtp.placement.replicas import check_agreement
 from jaxtp.placement.train_state import Overrides, Slot, check, slots
 from jaxtp.plan.decisions import Plan
 from jaxtp.plan.stored_form import Padding, pad, read, stored_shape, unpad
-from jaxtp.plan.trees import PyTree, leaves, map_with_path, partition_spec, shape_dtype
+from jaxtp.plan.trees import FlatTree, Param, PyTree, map_with_path, partition_spec
 from jaxtp.rules.planner import make_plan
 from jaxtp.rules.review import WHAT_TO_GIVE
 
@@ -56,11 +56,12 @@ def shard(
 ) -> PyTree:
     """The same tree, with every array placed on the plan's own Auto mesh over the same devices.
 
-    Parameters lie where the plan puts them, in the form that it stores (`jaxtp.padding`); optimizer
-    state follows them (`jaxtp.state`); counters, keys and other small leaves are replicated on
-    every device. Numbers become arrays, and Linen boxes that name no axis of the mesh those that
-    the plan gives. An array that already lies right on the mesh is not copied:
-    as with `jax.device_put`, both trees then share it, and donating one ends the other.
+    Parameters lie where the plan puts them, in the form that it stores
+    (`jaxtp.plan.stored_form`); optimizer state follows them (`jaxtp.placement.train_state`);
+    counters, keys and other small leaves are replicated on every device. Numbers become arrays, and
+    Linen boxes that name no axis of the mesh those that the plan gives. An array that already lies
+    right on the mesh is not copied: as with `jax.device_put`, both trees then share it, and
+    donating one ends the other.
 
     Args:
         tree: A Linen dict (boxed or not), an `nnx.Module` or `nnx.State`, a `TrainState`, optax
@@ -79,13 +80,16 @@ def shard(
     given = plan is not None
     plan = plan_for(tree, mesh, plan, options)
     warn_of_explicit_axes(mesh)
-    found = slots(tree, plan, state_overrides, complete=given)
+    flat = FlatTree.of(tree)
+    shapes = flat.shapes()
+    found = slots(shapes, plan, state_overrides, complete=given)
     if isinstance(mesh, Mesh) and mesh.is_multi_process:
-        check_agreement({"plan": plan.to_json()}, tree)
-    is_abstract = all(isinstance(leaf, jax.ShapeDtypeStruct) for _, leaf in leaves(tree))
+        check_agreement({"plan": plan.to_json()}, flat.values)
+    is_abstract = all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in flat.values.values())
     shapes_only = is_abstract and not isinstance(mesh, Mesh)
     target = abstract_mesh(plan.mesh) if shapes_only else plan_mesh(mesh, plan.mesh)
-    return name_axes_of_mesh(place(tree, found, target), found, plan.mesh)
+    named = name_axes_of_mesh(flat, found, plan.mesh)
+    return place(named, found, target)
 
 
 def plan_for(tree: PyTree, mesh: Any, plan: Plan | None, options: Mapping[str, Any]) -> Plan:
@@ -125,15 +129,13 @@ def check_plan(plan: Any) -> None:
         )
 
 
-def place(tree: PyTree, found: Mapping[str, Slot], mesh: Mesh | AbstractMesh) -> PyTree:
-    """`tree` with every leaf in its slot of `mesh`; the slots are known to be legal."""
-
-    def placed(path: str, leaf: Any) -> Any:
-        slot = found[path]
-        return put(leaf, NamedSharding(mesh, partition_spec(slot.spec)), slot.padding)
-
+def place(flat: FlatTree, found: Mapping[str, Slot], mesh: Mesh | AbstractMesh) -> PyTree:
+    """The tree with every leaf in its slot of `mesh`; the slots are known to be legal."""
+    places = {path: NamedSharding(mesh, partition_spec(slot.spec)) for path, slot in found.items()}
     with auto_context():
-        return map_with_path(placed, tree)
+        return flat.like(
+            put(leaf, places[path], found[path].padding) for path, leaf in flat.values.items()
+        )
 
 
 def put(leaf: Any, sharding: NamedSharding, padding: Padding = ()) -> Any:
@@ -141,19 +143,18 @@ def put(leaf: Any, sharding: NamedSharding, padding: Padding = ()) -> Any:
 
     What lies in its place already has its stored form; see `pad` for the others.
     """
+    stored = stored_shape(np.shape(leaf), padding)
     if isinstance(leaf, jax.ShapeDtypeStruct):
-        return leaf.update(shape=stored_shape(leaf.shape, padding), sharding=sharding)
+        return leaf.update(shape=stored, sharding=sharding)
     # What one process has alone, it takes its devices' slices of, as of a host array.
     same_reach = getattr(leaf, "is_fully_addressable", None) == sharding.is_fully_addressable
     if isinstance(leaf, jax.Array) and same_reach:
-        return _move(leaf, sharding, padding)
+        return _move(leaf, sharding, stored, padding)
     host = np.asarray(leaf)
     host = host.astype(jax.dtypes.canonicalize_dtype(host.dtype), copy=False)
     # Always a copy: JAX on CPU may use the caller's memory as device memory.
     return jax.make_array_from_callback(
-        stored_shape(host.shape, padding),
-        sharding,
-        lambda index: read(host, padding, index or ()),
+        stored, sharding, lambda index: read(host, padding, index or ())
     )
 
 
@@ -185,26 +186,27 @@ def shard_batch(
     """
     shape = MeshShape.of(mesh, axis_names)
     concrete = auto_mesh(mesh) if isinstance(mesh, Mesh) else abstract_mesh(shape)
+    flat = FlatTree.of(batch)
     if local:
-        return _from_local(batch, auto_mesh(mesh), shape)
-    return place(batch, batch_slots(batch, shape), concrete)
+        return _from_local(flat, auto_mesh(mesh), shape)
+    return place(flat, batch_slots(flat.shapes(), shape), concrete)
 
 
-def _from_local(batch: PyTree, mesh: Mesh, shape: MeshShape) -> PyTree:
+def _from_local(batch: FlatTree, mesh: Mesh, shape: MeshShape) -> PyTree:
     """A global batch of which every process has the rows of its own devices.
 
     Of arrays beside others one row, as of positions, is the same in all processes, and replicated.
     """
     everywhere = NamedSharding(mesh, partition_spec(()))
     rows = NamedSharding(mesh, partition_spec((shape.batch,)))
-    dims = {path: shape_dtype(leaf, path) for path, leaf in leaves(batch)}
-    longest = max((d[0] for d, _ in dims.values() if d), default=1)
+    arrays = batch.shapes()
+    longest = max((array.shape[0] for array in arrays.values() if array.shape), default=1)
     pieces = rows.addressable_devices_indices_map((shape.ways(shape.batch),))
     mine = len({str(index) for index in pieces.values()})
 
     def placed(path: str, leaf: Any) -> Any:
-        size, dtype = dims[path]
-        if not size or _is_key(size, dtype) or (size[0] == 1 < longest):
+        size = arrays[path].shape
+        if not size or _is_key(arrays[path]) or (size[0] == 1 < longest):
             return put(leaf, everywhere)
         if size[0] % mine:
             raise SizeMismatch(
@@ -217,17 +219,17 @@ def _from_local(batch: PyTree, mesh: Mesh, shape: MeshShape) -> PyTree:
         return jax.make_array_from_process_local_data(rows, host)
 
     with auto_context():
-        return map_with_path(placed, batch)
+        return batch.like(placed(path, leaf) for path, leaf in batch.values.items())
 
 
-def batch_slots(batch: PyTree, shape: MeshShape) -> dict[str, Slot]:
+def batch_slots(batch: Mapping[str, Param], shape: MeshShape) -> dict[str, Slot]:
     """The checked slot of every array of a batch, by path; see `shard_batch`."""
     found: dict[str, Slot] = {}
     odd: dict[str, list[JaxtpError]] = {}
     is_known = False
-    for path, leaf in leaves(batch):
-        dims, dtype = shape_dtype(leaf, path)
-        if not dims or _is_key(dims, dtype):
+    for path, array in batch.items():
+        dims = array.shape
+        if not dims or _is_key(array):
             found[path] = Slot.replicated(dims)
             continue
         found[path] = Slot(dims, (shape.batch,) + ((),) * (len(dims) - 1))
@@ -244,9 +246,9 @@ def batch_slots(batch: PyTree, shape: MeshShape) -> dict[str, Slot]:
     return found | {path: Slot.replicated(found[path].shape) for path in odd}
 
 
-def _is_key(dims: tuple[int, ...], dtype: str) -> bool:
+def _is_key(array: Param) -> bool:
     """Whether an array is random keys: typed ones, or the two words of `jax.random.PRNGKey`."""
-    return dtype.startswith("key<") or (dtype == "uint32" and dims == (2,))
+    return array.dtype.startswith("key<") or (array.dtype == "uint32" and array.shape == (2,))
 
 
 def unshard(tree: PyTree, plan: Plan | None = None) -> PyTree:
@@ -265,13 +267,13 @@ def unshard(tree: PyTree, plan: Plan | None = None) -> PyTree:
     """
     if plan is not None:
         check_plan(plan)
-    padding = {} if plan is None else {p: slot.padding for p, slot in slots(tree, plan).items()}
+    found = {} if plan is None else slots(FlatTree.of(tree).shapes(), plan)
 
     def fetch(path: str, leaf: Any) -> Any:
         if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             data = _fetch(jax.random.key_data(leaf))
             return jax.random.wrap_key_data(jnp.asarray(data), impl=jax.random.key_impl(leaf))
-        return unpad(_fetch(leaf), padding.get(path, ()))
+        return unpad(_fetch(leaf), found[path].padding if found else ())
 
     with auto_context():
         return map_with_path(fetch, tree)
@@ -284,9 +286,11 @@ def _fetch(leaf: Any) -> NDArray[Any]:
     return np.array(leaf)
 
 
-def _move(x: jax.Array, sharding: NamedSharding, padding: Padding) -> jax.Array:
+def _move(
+    x: jax.Array, sharding: NamedSharding, stored: tuple[int, ...], padding: Padding
+) -> jax.Array:
     """An array that lies on devices, moved to others or sharded differently."""
-    source, stored = x.sharding, stored_shape(x.shape, padding)
+    source = x.sharding
     if isinstance(source, NamedSharding) and _order(source.mesh) == _order(sharding.mesh):
         # No copy: only the axes' types change, which an Explicit mesh would carry into the jit.
         x = jax.device_put(x, NamedSharding(auto_mesh(source.mesh), source.spec))

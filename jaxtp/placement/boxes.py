@@ -1,8 +1,9 @@
 """Linen boxes whose names mean no axis of the mesh, which Flax would ask for all the same.
 
-In: a tree, the slots of its leaves. Out: the tree with boxes that say where their arrays lie.
+In: a flat tree, the slots of its leaves. Out: it, with boxes that say where their arrays lie.
 """
 
+import dataclasses
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -13,26 +14,26 @@ from jax.sharding import PartitionSpec
 from jaxtp.errors import BadSpec
 from jaxtp.mesh.axes import MeshShape
 from jaxtp.placement.train_state import Slot
-from jaxtp.plan.trees import PyTree, as_pytree, is_box, spell
+from jaxtp.plan.trees import FlatTree, is_box, spell
 
 NO_SUCH_AXIS = "Resource axis: "
 """How JAX's error begins when a spec names an axis that the ambient mesh lacks."""
 
 
-def name_axes_of_mesh(tree: PyTree, found: Mapping[str, Slot], shape: MeshShape) -> PyTree:
+def name_axes_of_mesh(flat: FlatTree, found: Mapping[str, Slot], shape: MeshShape) -> FlatTree:
     """Boxes that name axes which the mesh lacks, with the names that their plan has instead.
 
     Under `jax.set_mesh` Flax constrains every unboxed array by its box's names, and raises on those
     of another mesh. All other boxes stay as they are.
 
     Args:
-        tree: Any tree.
+        flat: Any tree; boxes are a part of its structure.
         found: The slot of each of its leaves.
         shape: The plan's mesh shape.
     """
     meta = sys.modules.get("flax.core.meta")
     if meta is None:
-        return tree
+        return flat
     axes = {name for name, _ in shape.whole}
 
     def named(path: Any, node: Any) -> Any:
@@ -44,8 +45,9 @@ def name_axes_of_mesh(tree: PyTree, found: Mapping[str, Slot], shape: MeshShape)
         names = [_entry(e) if axes.issuperset(e) else PartitionSpec.UNCONSTRAINED for e in spec]
         return node.replace(names=tuple(names))
 
-    plain, rebuild = as_pytree(tree)
-    return rebuild(jax.tree_util.tree_map_with_path(named, plain, is_leaf=is_box))
+    plain = jax.tree.unflatten(flat.treedef, list(flat.values.values()))
+    boxed = jax.tree_util.tree_map_with_path(named, plain, is_leaf=is_box)
+    return dataclasses.replace(flat, treedef=jax.tree.structure(boxed))
 
 
 def refuse_names(error: ValueError) -> None:

@@ -27,7 +27,7 @@ from jaxtp.placement.boxes import refuse_names
 from jaxtp.placement.train_state import Overrides, Slot, array_slots, follow, plan_slots, slots
 from jaxtp.plan.decisions import Plan
 from jaxtp.plan.stored_form import pad
-from jaxtp.plan.trees import PyTree, as_pytree, leaves, partition_spec
+from jaxtp.plan.trees import FlatTree, PyTree, as_pytree, leaves, partition_spec
 
 if TYPE_CHECKING:
     from optax import GradientTransformation
@@ -75,8 +75,9 @@ def init_sharded(
         plan = plan_for(shapes, mesh, plan, options)
         target = plan_mesh(mesh, plan.mesh)
         overrides = None if tx is not None else state_overrides
-        found = slots(shapes, plan, overrides, complete=given)
-        params = _compute(init_fn, shapes, found, target)
+        flat = FlatTree.of(shapes)
+        found = slots(flat.shapes(), plan, overrides, complete=given)
+        params = _compute(init_fn, flat, found, target)
         if tx is None:
             return params
         optimizer = init_optimizer(tx, params, plan=plan, state_overrides=state_overrides)
@@ -159,21 +160,22 @@ def init_optimizer(
         StateNotPlaced: TP070, if a parameter is not on a mesh, or as in `jaxtp.state_specs`.
         BadMesh: TP010, if the parameters lie on several meshes.
     """
-    found, mesh = array_slots(params)
+    given = FlatTree.of(params)
+    found, mesh = array_slots(given.values)
     with auto_context(mesh), annotations_kept():
-        plain, rebuild = as_pytree(place(params, found, auto_mesh(mesh)))
+        plain, rebuild = as_pytree(place(given, found, auto_mesh(mesh)))
 
         def make(plain: PyTree) -> PyTree:
             return _optimizer(tx, rebuild(plain))
 
-        shapes = _shapes(make, plain)
+        flat = FlatTree.of(_shapes(make, plain))
         shape = MeshShape(tuple(mesh.shape.items()))
         moments = None
         if plan is not None:  # it follows parameters that are in their stored form already
             kept = plan_slots(plan, state=True)
             moments = {path: slot.as_stored() for path, slot in kept.items()}
-        placed = follow(shapes, found, shape, state_overrides, moments=moments)
-        return _compute(make, shapes, placed, auto_mesh(mesh), plain)
+        placed = follow(flat.shapes(), found, shape, state_overrides, moments=moments)
+        return _compute(make, flat, placed, auto_mesh(mesh), plain)
 
 
 def _optimizer(tx: "GradientTransformation", params: PyTree) -> PyTree:
@@ -207,7 +209,7 @@ def _shapes(make: Callable[..., PyTree], *args: PyTree) -> PyTree:
 
 def _compute(
     make: Callable[..., PyTree],
-    shapes: PyTree,
+    result: FlatTree,
     found: Mapping[str, Slot],
     mesh: Mesh,
     *args: PyTree,
@@ -221,9 +223,5 @@ def _compute(
     def flat(*args: PyTree) -> list[jax.Array]:
         return [pad(leaf, found[path].padding) for path, leaf in leaves(make(*args))]
 
-    like, rebuild = as_pytree(shapes)
-    shardings = [
-        NamedSharding(mesh, partition_spec(found[path].spec)) for path, _ in leaves(shapes)
-    ]
-    arrays = jax.jit(flat, out_shardings=shardings)(*args)
-    return rebuild(jax.tree.unflatten(jax.tree.structure(like), arrays))
+    shardings = [NamedSharding(mesh, partition_spec(found[path].spec)) for path in result.values]
+    return result.like(jax.jit(flat, out_shardings=shardings)(*args))

@@ -12,7 +12,7 @@ from jaxtp.placement.arrays import check_plan, place
 from jaxtp.placement.train_state import Slot
 from jaxtp.plan.decisions import Plan
 from jaxtp.plan.inputs import InputDecision
-from jaxtp.plan.trees import PyTree, leaves, shape_dtype, spec_text
+from jaxtp.plan.trees import FlatTree, Param, PyTree, spec_text
 
 
 def shard_inputs(inputs: PyTree, plan: Plan, mesh: Mesh | AbstractMesh | None = None) -> PyTree:
@@ -33,13 +33,17 @@ def shard_inputs(inputs: PyTree, plan: Plan, mesh: Mesh | AbstractMesh | None = 
     """
     check_plan(plan)
     named, there = arguments(plan), own_mesh(mesh, plan.mesh)
-    if isinstance(inputs, tuple) and len(inputs) == len(named) and _fits_all(inputs, named):
+    if isinstance(inputs, tuple) and len(inputs) == len(named):
         given: tuple[PyTree, ...] = inputs
-        return tuple(
-            place(tree, input_slots(tree, known, plan), there)
-            for tree, known in zip(given, named.values(), strict=True)
-        )
-    return place(inputs, input_slots(inputs, _one_of(inputs, named), plan), there)
+        flats = [FlatTree.of(tree) for tree in given]
+        pairs = list(zip(flats, named.values(), strict=True))
+        if all(_fits(flat.shapes(), known) for flat, known in pairs):
+            return tuple(
+                place(flat, input_slots(flat.shapes(), known, plan), there) for flat, known in pairs
+            )
+    flat = FlatTree.of(inputs)
+    shapes = flat.shapes()
+    return place(flat, input_slots(shapes, _one_of(shapes, named), plan), there)
 
 
 def arguments(plan: Plan) -> dict[str, list[InputDecision]]:
@@ -60,27 +64,33 @@ def arguments(plan: Plan) -> dict[str, list[InputDecision]]:
     return named
 
 
-def input_slots(tree: PyTree, decisions: Sequence[InputDecision], plan: Plan) -> Mapping[str, Slot]:
+def input_slots(
+    arrays: Mapping[str, Param], decisions: Sequence[InputDecision], plan: Plan
+) -> Mapping[str, Slot]:
     """The checked slot of every array of one argument, by its path inside the argument.
+
+    Args:
+        arrays: Those of the argument, likewise.
+        decisions: The plan's, of the same argument.
+        plan: The plan.
 
     Raises:
         PlanMismatch: TP045, if it has other arrays than the plan, or one of another rank.
         SizeMismatch: TP003, if a dim does not divide over its axes.
     """
     known = {decision.inner_path: decision for decision in decisions}
-    found = {path: shape_dtype(leaf, path) for path, leaf in leaves(tree)}
     argument = decisions[0].argument
-    if found.keys() != known.keys():
+    if arrays.keys() != known.keys():
         raise PlanMismatch(
-            f"missing: {join(sorted(known.keys() - found.keys())) or 'nothing'}, "
-            f"new: {join(sorted(found.keys() - known.keys())) or 'nothing'}",
+            f"missing: {join(sorted(known.keys() - arrays.keys())) or 'nothing'}, "
+            f"new: {join(sorted(arrays.keys() - known.keys())) or 'nothing'}",
             where=argument,
             fix="make the plan from these inputs",
         )
     problems = Problems()
     slots: dict[str, Slot] = {}
-    for path, (shape, _) in found.items():
-        decision = known[path]
+    for path, array in arrays.items():
+        shape, decision = array.shape, known[path]
         if len(shape) != len(decision.shape):
             problems.add(
                 PlanMismatch(
@@ -105,15 +115,17 @@ def input_slots(tree: PyTree, decisions: Sequence[InputDecision], plan: Plan) ->
     return slots
 
 
-def _one_of(tree: PyTree, named: Mapping[str, Sequence[InputDecision]]) -> list[InputDecision]:
+def _one_of(
+    arrays: Mapping[str, Param], named: Mapping[str, Sequence[InputDecision]]
+) -> list[InputDecision]:
     """The argument that a tree is: the one with its paths and ranks; sizes decide among several."""
-    fitting = [list(known) for known in named.values() if _fits(tree, known)]
-    shapes = [shape_dtype(leaf)[0] for _, leaf in leaves(tree)]
+    fitting = [list(known) for known in named.values() if _fits(arrays, known)]
+    shapes = [array.shape for array in arrays.values()]
     equal = [known for known in fitting if [d.shape for d in known] == shapes]
     for some in (equal, fitting):
         if some and all([d.spec for d in known] == [d.spec for d in some[0]] for known in some):
             return some[0]
-    looks = join(f"{path or 'one array'}{list(shape_dtype(x)[0])}" for path, x in leaves(tree))
+    looks = join(f"{path or 'one array'}{list(x.shape)}" for path, x in arrays.items())
     raise PlanMismatch(
         f"{'several arguments look' if fitting else 'no argument looks'} like this: {looks}",
         where="inputs",
@@ -121,14 +133,10 @@ def _one_of(tree: PyTree, named: Mapping[str, Sequence[InputDecision]]) -> list[
     )
 
 
-def _fits_all(trees: Sequence[PyTree], named: Mapping[str, Sequence[InputDecision]]) -> bool:
-    return all(_fits(tree, known) for tree, known in zip(trees, named.values(), strict=True))
-
-
-def _fits(tree: Any, known: Sequence[InputDecision]) -> bool:
+def _fits(arrays: Mapping[str, Param], known: Sequence[InputDecision]) -> bool:
     """Whether a tree has the paths and ranks of an argument."""
-    found = [(path, len(shape_dtype(leaf, path)[0])) for path, leaf in leaves(tree)]
-    return sorted(found) == sorted((d.inner_path, len(d.shape)) for d in known)
+    found = sorted((path, len(array.shape)) for path, array in arrays.items())
+    return found == sorted((d.inner_path, len(d.shape)) for d in known)
 
 
 def is_placed(leaf: Any, sharding: jax.sharding.NamedSharding) -> bool:

@@ -16,7 +16,6 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxtp.errors import ProcessesDisagree, join
-from jaxtp.plan.trees import PyTree, leaves
 from jaxtp.processes.startup import agree, gather
 
 SAMPLE = 4096
@@ -25,7 +24,7 @@ differ change nearly all of them, and hashing all of a state would take as long 
 
 
 def check_agreement(
-    facts: Mapping[str, str], given: PyTree, placed: Iterable[jax.Array] = ()
+    facts: Mapping[str, str], given: Mapping[str, Any], placed: Iterable[jax.Array] = ()
 ) -> None:
     """Refuses processes that differ in what they must have in common; alone it does nothing.
 
@@ -33,7 +32,7 @@ def check_agreement(
 
     Args:
         facts: Name -> text, e.g. a plan.
-        given: A tree of arrays that every process gives in full: a batch, parameters.
+        given: Arrays by path that every process gives in full: a batch, parameters.
         placed: Arrays on a mesh of all processes, whose copies are compared.
 
     Raises:
@@ -42,13 +41,14 @@ def check_agreement(
     """
     if jax.process_count() == 1:
         return
-    short = {name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in facts.items()}
-    agree(short | {f"values of {path or 'the array'}": d for path, d in _host_digests(given)})
+    mine = {name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in facts.items()}
+    mine |= {f"values of {path or 'the array'}": text for path, text in _host_digests(given)}
+    agree(mine)
     _compare_copies(list(placed))
 
 
-def _host_digests(tree: PyTree) -> Iterable[tuple[str, str]]:
-    for path, leaf in leaves(tree):
+def _host_digests(values: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
+    for path, leaf in values.items():
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
             continue  # a global array; its copies are compared as such
         if not isinstance(leaf, jax.ShapeDtypeStruct):

@@ -13,6 +13,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -32,14 +33,12 @@ from jaxtp.mesh.axes import MeshShape, legal_ways
 from jaxtp.plan.decisions import Plan
 from jaxtp.plan.stored_form import Padding, stored_shape
 from jaxtp.plan.trees import (
+    FlatTree,
+    Param,
     PyTree,
     Spec,
     canonical,
-    itemsize,
-    leaves,
-    map_with_path,
     partition_spec,
-    shape_dtype,
     spec_text,
 )
 
@@ -113,41 +112,44 @@ def state_specs(state: PyTree, plan: Plan, *, state_overrides: Overrides | None 
         SizeMismatch: TP003, if a dim does not divide over its axes.
         BadSpec: TP044, if a spec does not fit its array or the mesh.
     """
-    found = slots(state, plan, state_overrides)
-    return map_with_path(lambda path, _: partition_spec(found[path].spec), state)
+    flat = FlatTree.of(state)
+    found = slots(flat.shapes(), plan, state_overrides)
+    return flat.like(partition_spec(slot.spec) for slot in found.values())
 
 
 def slots(
-    tree: PyTree, plan: Plan, overrides: Overrides | None = None, *, complete: bool = False
+    leaves: Mapping[str, Param],
+    plan: Plan,
+    overrides: Overrides | None = None,
+    *,
+    complete: bool = False,
 ) -> dict[str, Slot]:
-    """The checked slot of every leaf of `tree`, by path; errors as in `state_specs`.
+    """The checked slot of every leaf of a train state, by path; errors as in `state_specs`.
 
     Args:
-        tree: Any train state.
+        leaves: What there is in any train state, by path.
         plan: The plan of its parameters.
         overrides: As in `state_specs`.
         complete: Whether parameters that the plan has and the tree lacks, and a tree that has
             nothing of the plan, are refused too (TP045).
     """
+    params, moments = plan_slots(plan), plan_slots(plan, state=True)
     if complete:
-        _check_same_model(tree, plan)
-    return follow(
-        tree, plan_slots(plan), plan.mesh, overrides, moments=plan_slots(plan, state=True)
-    )
+        _check_same_model(leaves, _without_root(params))
+    return follow(leaves, params, plan.mesh, overrides, moments=moments)
 
 
-def _check_same_model(tree: PyTree, plan: Plan) -> None:
+def _check_same_model(leaves: Mapping[str, Param], known: Mapping[str, Slot]) -> None:
     """Refuses trees with a part of the plan's parameters, or with matrices and none of them."""
-    known = _without_root(plan_slots(plan))
     held: dict[str, set[str]] = {}
     matrices: list[str] = []
     has_owner = False
-    for path, leaf in leaves(tree):
+    for path, leaf in leaves.items():
         owner, root = _owner(path, known)
         has_owner = has_owner or owner is not None
         if owner is not None and root is not None and _holds_parameters(root):
             held.setdefault(root, set()).add(owner)
-        elif owner is None and len(shape_dtype(leaf, path)[0]) > 1:
+        elif owner is None and len(leaf.shape) > 1:
             matrices.append(path)
     if matrices and not has_owner:
         raise PlanMismatch(
@@ -173,8 +175,11 @@ def plan_slots(plan: Plan, *, state: bool = False) -> dict[str, Slot]:
     }
 
 
-def array_slots(params: PyTree) -> tuple[dict[str, Slot], Mesh]:
+def array_slots(params: Mapping[str, Any]) -> tuple[dict[str, Slot], Mesh]:
     """The slots that placed parameters occupy, read from the arrays themselves, and their mesh.
+
+    Args:
+        params: Arrays by path.
 
     Raises:
         StateNotPlaced: TP070, if an array is not on a mesh.
@@ -182,7 +187,7 @@ def array_slots(params: PyTree) -> tuple[dict[str, Slot], Mesh]:
     """
     found: dict[str, Slot] = {}
     meshes: dict[Mesh, str] = {}
-    for path, leaf in leaves(params):
+    for path, leaf in params.items():
         sharding = getattr(leaf, "sharding", None)
         if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
             raise StateNotPlaced(
@@ -203,17 +208,17 @@ def array_slots(params: PyTree) -> tuple[dict[str, Slot], Mesh]:
 
 
 def follow(
-    tree: PyTree,
+    leaves: Mapping[str, Param],
     params: Mapping[str, Slot],
     mesh: MeshShape,
     overrides: Overrides | None = None,
     *,
     moments: Mapping[str, Slot] | None = None,
 ) -> dict[str, Slot]:
-    """The checked slot of every leaf of `tree`; errors of `state_specs`.
+    """The checked slot of every leaf of a train state, in its order; errors of `state_specs`.
 
     Args:
-        tree: Any train state.
+        leaves: What there is in any train state, by path.
         params: Slots of the parameters.
         mesh: The mesh shape that specs are about.
         overrides: As in `state_specs`.
@@ -227,9 +232,8 @@ def follow(
     found: dict[str, Slot] = {}
     strangers: dict[str, int] = {}
     roots: set[str] = set()
-    for path, leaf in leaves(tree):
-        shape, dtype = shape_dtype(leaf, path)
-        num_bytes = itemsize(dtype) * math.prod(shape)
+    for path, leaf in leaves.items():
+        shape, num_bytes = leaf.shape, leaf.num_bytes
         owner, root = _owner(path, params)
         matched = [rule for rule in rules if rule.search(path)]
         unused.difference_update(matched)

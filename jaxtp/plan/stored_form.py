@@ -85,7 +85,7 @@ def pad(x: jax.Array, padding: Padding) -> jax.Array:
     Args:
         x: The array. A dim that is as long as stored, and not as long as logical, stays as it is;
             where both are equally long, which is true of even rounds, it is taken to be logical.
-        padding: The plan's, from `ParamDecision.padding`, or `jaxtp.state.slots(tree, plan)` for
+        padding: The plan's, from `ParamDecision.padding`, or `placement.train_state.slots` for
             the leaves of any train state.
     """
     for blocks in padding:

@@ -161,6 +161,43 @@ def leaves(tree: PyTree) -> list[tuple[str, Any]]:
     return flat
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class FlatTree:
+    """A tree taken apart once: what is in it by path, and the way back.
+
+    Attributes:
+        values: The leaves by path, in JAX's flattening order.
+        treedef: The structure of the plain pytree.
+        rebuild: What turns such a pytree into a tree of the type that came in.
+    """
+
+    values: Mapping[str, Any]
+    treedef: Any
+    rebuild: Callable[[PyTree], PyTree]
+
+    @classmethod
+    def of(cls, tree: PyTree) -> "FlatTree":
+        """Any tree, taken apart.
+
+        Raises:
+            BadTree: TP046, as in `leaves`.
+        """
+        plain, rebuild = as_pytree(tree)
+        return cls(dict(leaves(plain)), jax.tree.structure(plain), rebuild)
+
+    def shapes(self) -> dict[str, Param]:
+        """What each leaf is, without its data and its annotation.
+
+        Raises:
+            BadTree: TP046, if a leaf is not an array.
+        """
+        return {path: Param(path, *shape_dtype(leaf, path)) for path, leaf in self.values.items()}
+
+    def like(self, values: Iterable[Any]) -> PyTree:
+        """The tree with these leaves in place of its own, in the same order."""
+        return self.rebuild(jax.tree.unflatten(self.treedef, list(values)))
+
+
 def flatten(tree: PyTree) -> dict[str, Param]:
     """Every array of a tree as a `Param`, by path; scalars such as a step counter included.
 
@@ -170,15 +207,12 @@ def flatten(tree: PyTree) -> dict[str, Param]:
     plain, _ = as_pytree(tree)
     boxes = jax.tree_util.tree_flatten_with_path(plain, is_leaf=is_box)[0]
     named = {spell(p): _annotation(box) for p, box in boxes if is_box(box)}
-    params: dict[str, Param] = {}
-    for path, leaf in leaves(plain):
-        shape, dtype = shape_dtype(leaf, path)
-        names = named.get(path)
-        params[path] = Param(
-            path, shape, dtype, names if names and len(names) <= len(shape) else None
-        )
+    params = FlatTree.of(plain).shapes()
     if not params:
         raise BadTree("the tree has no arrays", fix="pass the initialised parameters")
+    for path, names in named.items():
+        if names and path in params and len(names) <= len(params[path].shape):
+            params[path] = dataclasses.replace(params[path], annotation=names)
     return params
 
 

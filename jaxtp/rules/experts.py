@@ -21,7 +21,7 @@ def _stack(claim: Claim) -> Placement | None:
     return vote.placements[0] if is_known and vote.placements else None
 
 
-def share(claims: Sequence[Claim], mesh: MeshShape) -> list[Claim]:
+def local_share(claims: Sequence[Claim], mesh: MeshShape) -> list[Claim]:
     """The claims as one device along ep sees them: with its part of the experts.
 
     Raises:
@@ -52,13 +52,13 @@ def share(claims: Sequence[Claim], mesh: MeshShape) -> list[Claim]:
     return found
 
 
-def spread(
+def assign(
     claims: Sequence[Claim], decisions: Sequence[ParamDecision], mesh: MeshShape
 ) -> tuple[ParamDecision, ...]:
     """The decisions with the ep axis on the dims of experts, inside the tensor axis' shards.
 
     Args:
-        claims: One per parameter, as they were before `share`.
+        claims: One per parameter, as they were before `local_share`.
         decisions: One per claim, on the plan's mesh.
         mesh: The plan's mesh shape; without an ep axis nothing changes.
     """

@@ -8,14 +8,14 @@ import dataclasses
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxtp.errors import BadConfig, HeadsNotDivisible, Problems, SizeMismatch, join
 from jaxtp.mesh.axes import MeshShape, legal_ways, splits
 from jaxtp.plan.decisions import POLICIES, ParamDecision
 from jaxtp.plan.stored_form import Blocks, Padding
-from jaxtp.plan.trees import Param, Spec
+from jaxtp.plan.trees import Param
 from jaxtp.rules.resolve import Claim
 from jaxtp.rules.roles import Placement, Role, Source
 
@@ -46,6 +46,9 @@ class Member:
 
 
 Group = list[Member]
+
+Widths = Mapping[int, tuple[str, ...]]
+"""Ways that the plan's tensor axis offers, the widest first -> the axes that they are along."""
 
 
 def fit(
@@ -84,15 +87,16 @@ def fit(
     }
     used = sorted({w for _, _, w in cut.values()} | pieces | {1, tp})
     mesh = mesh.factored([b // a for a, b in itertools.pairwise(used)] or [1])
+    widths = {mesh.ways(axes): axes for axes in mesh.prefixes()}
     problems = Problems()
     decisions: list[ParamDecision] = []
     for claim in claims:
         if claim.vote.spec is not None:
-            decisions.append(_given(claim, mesh, problems))
+            decisions.append(_given(claim, mesh, widths, problems))
             continue
         member, index, ways = cut[claim.param.path]
         placement = member.choices[index] if member.choices else None
-        decision = _decision(claim, placement, ways, mesh, pad_vocab)
+        decision = _decision(claim, placement, ways, widths, pad_vocab)
         if decision.fallback and decision.units and policy == "error":
             problems.add(
                 HeadsNotDivisible(
@@ -205,25 +209,23 @@ def _orders(n: int) -> Iterator[tuple[int, ...]]:
 
 
 def _decision(
-    claim: Claim, placement: Placement | None, ways: int, mesh: MeshShape, pad_vocab: bool
+    claim: Claim, placement: Placement | None, ways: int, widths: Widths, pad_vocab: bool
 ) -> ParamDecision:
-    param, vote, tp = claim.param, claim.vote, mesh.tp_size
+    param, vote, tp = claim.param, claim.vote, max(widths)
     padding: Padding = ()
-    fallback, reasons = "", claim.reasons
-    axes = next(p for p in mesh.prefixes() if mesh.ways(p) == ways)
+    fallback, reasons, axes = "", claim.reasons, widths[ways]
     if placement is None and vote.role is Role.FUSED and tp > 1:
         fallback = f"{vote.reason}: replicated; {_costs(param, 1, tp)}; sharded if stored apart"
     if placement is not None and ways < tp:
         if vote.role is Role.VOCAB and pad_vocab:
-            size, axes = param.shape[placement.dim], mesh.tp
+            size, axes = param.shape[placement.dim], widths[tp]
             blocks = Blocks(dim=placement.dim, pieces=((0, size),), block=-(-size // tp) * tp)
             padding = (blocks,)
             reasons = (*reasons, f"padded from {size} to {blocks.block} so that tp={tp} divides")
         else:
             fallback = price(claim, placement, ways, tp)
     if placement is not None and vote.source is Source.ANNOTATION and not fallback:
-        cut = tuple(axes if d == placement.dim else () for d in range(len(param.shape)))
-        fallback = _price_of_given(claim, cut, mesh)
+        fallback = _price_of_given(claim, ways, widths)
     dim = None if placement is None else placement.dim
     return ParamDecision(
         path=param.path,
@@ -274,13 +276,13 @@ def _near(placement: Placement | None, tp: int) -> list[int]:
     return [w for w in range(1, 4 * tp + 1) if splits(placement.units, w)]
 
 
-def _given(claim: Claim, mesh: MeshShape, problems: Problems) -> ParamDecision:
+def _given(claim: Claim, mesh: MeshShape, widths: Widths, problems: Problems) -> ParamDecision:
     """An override or annotation, taken as it is if it divides."""
     param, spec = claim.param, claim.vote.spec
     assert spec is not None
     full = tuple(mesh.expand(axes) for axes in spec)
-    for dim, axes in enumerate(full):
-        ways, size = mesh.ways(axes), param.shape[dim]
+    all_ways, over_tp = [mesh.ways(axes) for axes in full], mesh.tp_ways(full)
+    for dim, (size, axes, ways) in enumerate(zip(param.shape, full, all_ways, strict=True)):
         if size % ways:
             legal = [w for w in range(1, 4 * ways) if size % w == 0]
             problems.add(
@@ -299,21 +301,20 @@ def _given(claim: Claim, mesh: MeshShape, problems: Problems) -> ParamDecision:
         role=claim.vote.role,
         reasons=claim.reasons,
         group=claim.vote.group,
-        fallback=_price_of_given(claim, full, mesh),
+        fallback=_price_of_given(claim, over_tp, widths),
     )
 
 
-def _price_of_given(claim: Claim, spec: Spec, mesh: MeshShape) -> str:
+def _price_of_given(claim: Claim, given: int, widths: Widths) -> str:
     """What a given spec costs against the placement it overrules; "" if it costs nothing.
 
     A device that needs the other piece fetches it: a ring all-gather of the array sends (w - 1) / w
-    of its bytes, where w is the number of pieces.
+    of its bytes, where w is the number of pieces, `given`.
     """
     wanted = next((p for v in claim.overruled for p in v.placements if p is not None), None)
-    if wanted is None or not spec:
+    if wanted is None:
         return ""
-    better = mesh.ways(mesh.fit(wanted.units))
-    given = math.prod(mesh.ways(a for a in axes if a in mesh.tp) for axes in spec)
+    better = max(ways for ways in widths if splits(wanted.units, ways))
     extra = claim.param.num_bytes * (1 / given - 1 / better)
     wire = claim.param.num_bytes * (given - 1) / given
     return (

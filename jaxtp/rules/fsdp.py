@@ -62,13 +62,11 @@ def _spread(
     name, other = mesh.name_of(Axis.FSDP), mesh.name_of(Axis.EP)
     if any(name in axes for axes in decision.spec):
         return decision  # the user or an annotation has put it there
-    over, dim = (name,), None
-    if core is not None and other and decision.dim_on([other]) is None:
-        over = (name, other)
-        dim = _best_dim(decision, core, mesh, over)
-    if core is not None and dim is None:
-        over = (name,)
-        dim = _best_dim(decision, core, mesh, over)
+    choices: list[tuple[str, ...]] = [(name,)]
+    if other and decision.dim_on([other]) is None:
+        choices.insert(0, (name, other))
+    found = ((axes, _best_dim(decision, core, mesh, axes)) for axes in choices if core is not None)
+    over, dim = next((best for best in found if best[1] is not None), ((name,), None))
     axis = " x ".join(f"{axis}={mesh[axis]}" for axis in over)
     if dim is None:
         return _explained(

@@ -54,18 +54,19 @@ def hold(
         mesh: The plan's mesh shape.
         policy: As in `fallback.fit`; some take no less than all of the tensor axis.
     """
+    replicas = mesh.ways(mesh.batch)
     held: list[ParamDecision] = []
     for claim, decision in zip(claims, decisions, strict=True):
         fused = claim.vote.fused
         axes = mesh.fit(fused.units) if fused else ()
         if fused and axes and (POLICIES[policy] or axes == mesh.tp):
-            ways = list(_ways(decision, fused, axes, mesh))
+            size, tp = mesh.ways(axes), mesh.tp_size
+            ways = list(_ways(decision, fused, axes, size, replicas))
             best = min(ways, key=lambda way: (way.wire, way.held))
             reason = (
                 f"{best.what}, the cheapest with `parallelize` for a layer forward and backward, "
                 f"per device: {'; '.join(map(str, ways))}"
             )
-            size, tp = mesh.ways(axes), mesh.tp_size
             narrow = price(claim, Placement(fused.dim, fused.units), size, tp) if size < tp else ""
             kept = decision.fallback if best.what == "replicated" else narrow
             decision = decision.revise(best.spec, reason, fallback=kept)
@@ -74,7 +75,7 @@ def hold(
 
 
 def _ways(
-    decision: ParamDecision, fused: Fused, axes: tuple[str, ...], mesh: MeshShape
+    decision: ParamDecision, fused: Fused, axes: tuple[str, ...], size: int, replicas: int
 ) -> Iterator[Way]:
     """The ways there are, by the ring formulas of `wire_bytes`; each collective runs twice.
 
@@ -82,7 +83,7 @@ def _ways(
     stores. A result takes two, the second from a dim of the batch or of positions that both
     can do without; where no such dim divides it is gathered, which few tokens can afford.
     """
-    shape, use, size = decision.shape, fused.use, mesh.ways(axes)
+    shape, use = decision.shape, fused.use
     share = decision.num_bytes // size
     # What every device needs all of is gathered, and its gradient summed and scattered.
     kept = use.weight_bytes * fused.replicated / shape[fused.dim]
@@ -100,7 +101,6 @@ def _ways(
         yield Way(f"on dim {dim}", on(dim), wire, share)
     if use.rows and not kept:
         batch, *others = use.rows
-        replicas = mesh.ways(mesh.batch)
         result = use.result_bytes / replicas
         if batch % (replicas * size) == 0 or any(rows % size == 0 for rows in others):
             wire = 2 * 2 * wire_bytes("all-to-all", result / size, size)

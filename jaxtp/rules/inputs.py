@@ -35,7 +35,7 @@ def leads(analysis: Analysis, plan: Plan) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def decide(
+def input_decisions(
     analysis: Analysis, plan: Plan, fn: Callable[..., Any] | None, inputs: Sequence[Any]
 ) -> tuple[InputDecision, ...]:
     """One decision for every array of the inputs, in JAX's flattening order.

@@ -101,12 +101,11 @@ def make_plan(
         *annotations.override_votes(leaves, shape, overrides or {}),
     ]
     claims = resolve.decide(leaves, votes)
-    shape, decisions = fallback.fit(
-        experts.share(claims, shape), shape, policy, pad_vocab=bool(pad_vocab)
-    )
+    local = experts.local_share(claims, shape)
+    shape, decisions = fallback.fit(local, shape, policy, pad_vocab=bool(pad_vocab))
     fallback.check_masked(decisions, pad_vocab, config, traced.masked)
     decisions = fused.hold(claims, decisions, shape, policy)
-    decisions = experts.spread(claims, decisions, shape)
+    decisions = experts.assign(claims, decisions, shape)
     stages, decisions = pipeline.deal(claims, decisions, shape, stages)
     decisions = fsdp.spread(claims, decisions, shape, zero)
     notes = (
@@ -125,5 +124,5 @@ def make_plan(
     )
     if traced.analysis is None:
         return plan
-    placed = placed_inputs.decide(traced.analysis, plan, fn, inputs or ())
+    placed = placed_inputs.input_decisions(traced.analysis, plan, fn, inputs or ())
     return dataclasses.replace(plan, inputs=placed)

@@ -80,8 +80,7 @@ def check_budget(budget: float) -> None:
 def _useless_axes(decisions: Sequence[ParamDecision], shape: MeshShape) -> list[JaxtpError]:
     """Axes of several devices along which every device does what the others do."""
     specs = [axes for d in decisions for spec in (d.spec, d.state_spec) for axes in spec]
-    used = {*itertools.chain.from_iterable(specs), *shape.batch, *shape.tp}
-    used.update(shape.sharding(Shards.SEQUENCE))
+    used = {*itertools.chain.from_iterable(specs), *shape.batch, *shape.sequence, *shape.tp}
     return [
         IdleDevices(
             f"the axis {name} shards nothing: its {size} groups of devices do the same work",
@@ -147,21 +146,18 @@ def _groups(decisions: Sequence[ParamDecision], shape: MeshShape) -> list[JaxtpE
             members.setdefault(d.group, []).append(d)
     found: list[JaxtpError] = []
     for group in members.values():
-        rest = {_ways(d, shape) for d in group if d.role is not Role.GIVEN and d.units}
-        for d in group:
-            if d.role is Role.GIVEN and rest and _ways(d, shape) not in rest:
+        ways = [shape.tp_ways(d.spec) for d in group]
+        rest = {n for d, n in zip(group, ways, strict=True) if d.role is not Role.GIVEN and d.units}
+        for d, given in zip(group, ways, strict=True):
+            if d.role is Role.GIVEN and rest and given not in rest:
                 found.append(
                     ConflictingDecisions(
-                        f"given {_ways(d, shape)}-way, its group is sharded {join(rest)} ways",
+                        f"given {given}-way, its group is sharded {join(rest)} ways",
                         where=d.path,
                         fix="give all members of the group the same number of ways",
                     )
                 )
     return found
-
-
-def _ways(decision: ParamDecision, shape: MeshShape) -> int:
-    return shape.ways(a for axes in decision.spec for a in axes if a in shape.tp)
 
 
 def _mesh(shape: MeshShape, mesh: Any) -> list[JaxtpError]:

@@ -27,6 +27,7 @@ from jaxtp.mesh.axes import Axis
 from jaxtp.models.lora import is_adapter
 from jaxtp.placement.train_state import slots
 from jaxtp.plan.decisions import Plan
+from jaxtp.plan.trees import FlatTree
 from jaxtp.rules.model_dims import ModelDims
 from jaxtp.train.attention import choose_attention
 from jaxtp.train.config_step import abstract_state, abstract_step, options_of
@@ -131,7 +132,8 @@ def _offloaded(config: Config, state: TrainState, plan: Plan) -> tuple[str, ...]
     if config.zero.offload_optimizer == "none":
         return ()
     # Compiled without a device, programs have no host memory.
-    held = state_bytes_per_device(state.opt_state, slots(state.opt_state, plan), plan.mesh)
+    kept = FlatTree.of(state.opt_state).shapes()
+    held = state_bytes_per_device(kept, slots(kept, plan), plan.mesh)
     return (
         f"the peak counts {held / GIB:,.2f} GiB of optimizer state per GPU, which "
         "zero.offload_optimizer keeps in the host's memory between steps",
@@ -154,7 +156,7 @@ def strategies(config: Config, plan: Plan) -> tuple[str, ...]:
 def work_of(config: Config, plan: Plan) -> Work:
     """What the layers of a resolved config cost on one device of a stage."""
     model = model_of(config)
-    places = slots(state := abstract_state(config), plan)
+    state = FlatTree.of(abstract_state(config)).shapes()
     return layer_work(
         plan,
         ModelDims.of(model),
@@ -164,7 +166,7 @@ def work_of(config: Config, plan: Plan) -> Work:
         remat=config.remat,
         dtype=model.dtype,
         stacked_bytes=state_bytes_per_device(
-            state, places, plan.mesh, cut_by=plan.mesh.name_of(Axis.PP)
+            state, slots(state, plan), plan.mesh, cut_by=plan.mesh.name_of(Axis.PP)
         ),
     )
 
@@ -175,7 +177,8 @@ def refuse_too_large(config: Config, state: TrainState, plan: Plan, target: Targ
     Raises:
         DoesNotFit: TP114, if that is more than the GPU has.
     """
-    held = state_bytes_per_device(state, slots(state, plan), plan.mesh)
+    arrays = FlatTree.of(state).shapes()
+    held = state_bytes_per_device(arrays, slots(arrays, plan), plan.mesh)
     card = target.device.memory_bytes
     if held <= card:
         return

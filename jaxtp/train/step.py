@@ -21,7 +21,7 @@ from jaxtp.placement.arrays import batch_slots, check_plan, place, put
 from jaxtp.placement.replicas import check_agreement
 from jaxtp.placement.train_state import SMALL_BYTES
 from jaxtp.plan.decisions import Plan
-from jaxtp.plan.trees import PyTree, as_pytree, itemsize, leaves, shape_dtype
+from jaxtp.plan.trees import FlatTree, PyTree, as_pytree, itemsize, leaves, shape_dtype
 from jaxtp.train.arguments import Form, Signature, Static, update_objects
 
 State = TypeVar("State")
@@ -156,9 +156,10 @@ class Step(Generic[State]):
             if len(known) != len(arrays) or any(map(operator.is_not, known, arrays)):
                 arrays = self._adopt(arrays)
             form, traced = self._signature.read(state, args, named)
+            flat = FlatTree.of(traced)
             if not known:
-                self._compare_processes(arrays, traced)
-            arguments = self._arguments(structure, arrays, form, traced)
+                self._compare_processes(arrays, flat)
+            arguments = self._arguments(structure, arrays, form, flat)
             if not known:
                 self._check_stages(arguments)
             new, rest, changed = self.jitted(*arguments)
@@ -183,7 +184,7 @@ class Step(Generic[State]):
             structure, arrays = _take_apart(state)
             arrays = [_settle(x, s) for x, s in zip(arrays, self.shardings, strict=True)]
             form, traced = self._signature.read(state, args, named)
-            arguments = self._arguments(structure, arrays, form, traced)
+            arguments = self._arguments(structure, arrays, form, FlatTree.of(traced))
             self._check_stages(arguments)
             yield self.jitted, arguments
 
@@ -208,17 +209,17 @@ class Step(Generic[State]):
             yield
 
     def _arguments(
-        self, structure: Structure, arrays: list[Any], form: Form, traced: dict[str, PyTree]
+        self, structure: Structure, arrays: list[Any], form: Form, traced: FlatTree
     ) -> tuple[Any, ...]:
         """What the jitted function takes; the first argument is the batch."""
-        placed = place(traced, batch_slots(traced, self._shape), self.mesh)
+        placed = place(traced, batch_slots(traced.shapes(), self._shape), self.mesh)
         batch = placed.pop(form.names[0], None) if form.names else None
         return (Static((structure, form)), arrays, batch, placed)
 
-    def _compare_processes(self, arrays: list[jax.Array], traced: PyTree) -> None:
+    def _compare_processes(self, arrays: list[jax.Array], traced: FlatTree) -> None:
         """Refuses processes that would wait for each other for ever, or train apart in silence."""
         facts = {"plan": self._plan and self._plan.to_json(), "shardings": self.shardings}
-        check_agreement({name: str(value) for name, value in facts.items()}, traced, arrays)
+        check_agreement({name: str(value) for name, value in facts.items()}, traced.values, arrays)
 
     def _adopt(self, arrays: list[Any]) -> list[jax.Array]:
         """A state that this step has not made: every array in its place and in its own memory.

@@ -35,7 +35,7 @@ from jaxtp.models.published import BUFFERS, HEAD, Storage, Stored, storages
 from jaxtp.placement.arrays import plan_for
 from jaxtp.placement.train_state import slots
 from jaxtp.plan.decisions import Plan
-from jaxtp.plan.trees import flatten, map_with_path
+from jaxtp.plan.trees import FlatTree, flatten
 
 FLOATS = ("float32", "bfloat16", "float16")
 """Types that weights may have; quantised checkpoints are not supported."""
@@ -111,7 +111,8 @@ def load_hf(
     if plan is None:
         options = {"config": config, **options}
     plan = plan_for(model, mesh, plan, options)
-    places, target = slots(model, plan), plan_mesh(mesh, plan.mesh)
+    flat, target = FlatTree.of(model), plan_mesh(mesh, plan.mesh)
+    places = slots(flat.shapes(), plan)
     total = sum(t.num_bytes for source in sources.values() for t in source.tensors.flat)
     with (
         auto_context(),
@@ -122,7 +123,7 @@ def load_hf(
             path: assemble(source, places[path], target, config.param_dtype, pool, advance)
             for path, source in sources.items()
         }
-    model = map_with_path(lambda path, _: arrays[path], model)
+    model = flat.like(arrays[path] for path in flat.values)
     return model, nnx.state(model, nnx.Param)
 
 

@@ -221,7 +221,7 @@ def analyse(
 
     Args:
         fn: A pure function of the parameters and the inputs.
-        params: The parameters: any tree that `jaxtp.trees` reads, an `nnx.Module` included.
+        params: The parameters: any tree that `jaxtp.plan.trees` reads, an `nnx.Module` included.
         inputs: Trees of arrays or structs. Integer arrays that index a table make it a token table.
         min_vocab: Rows from which a vocabulary is split.
         signatures: More attention kernels for `primitives.SIGNATURES`, by primitive or kernel name.
