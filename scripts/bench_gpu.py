@@ -38,9 +38,8 @@ from jaxtp.cost.flops import StepFlops, model_flops
 from jaxtp.errors import BadTarget, BadTopology, CheckFailed, DoesNotFit
 from jaxtp.hardware.gpus import KINDS, DeviceKind, kind_of
 from jaxtp.hardware.links import GIB
-from jaxtp.rules.model_dims import ModelDims
 from jaxtp.train.config_step import abstract_step
-from jaxtp.train.planning import model_of, plan_of
+from jaxtp.train.planning import Build, plan_of
 from jaxtp.train.preflight import preflight_config
 
 Flag = tyro.conf.FlagCreatePairsOff[bool]
@@ -194,13 +193,13 @@ def measure(config: Config, steps: int) -> tuple[list[float], int | None]:
     The peak is None where the backend does not count, as on CPUs.
     """
     mesh = jaxtp.make_mesh(tp=1, dp=1, devices=jax.devices()[:1])
-    model = model_of(config)
-    step, structs = abstract_step(config, plan_of(config, model, mesh), mesh)
+    build = Build.of(config)
+    step, structs = abstract_step(build, plan_of(build, mesh), mesh)
     places = jax.tree.map(lambda leaf: leaf.sharding, structs)
 
     def fill(leaf: jax.ShapeDtypeStruct, key: jax.Array) -> jax.Array:
         if jnp.issubdtype(leaf.dtype, jnp.integer):
-            most = 2 if leaf.ndim == 0 else model.vocab_size
+            most = 2 if leaf.ndim == 0 else build.model.vocab_size
             return jax.random.randint(key, leaf.shape, 0, most, leaf.dtype)
         # Positive, for second moments are under a root.
         return 0.02 * jnp.abs(jax.random.normal(key, leaf.shape, leaf.dtype))
@@ -252,10 +251,9 @@ def results(
 
 def flops_of(config: Config) -> StepFlops:
     """Model FLOPs of a step, recomputation left out."""
-    model = model_of(config)
-    plan = plan_of(config, model, {"tp": 1})
-    tokens = config.batch.size * config.seq_len
-    return model_flops(plan, ModelDims.of(model), tokens=tokens, seq=config.seq_len)
+    build = Build.of(config)
+    plan = plan_of(build, {"tp": 1})
+    return model_flops(plan, build.dims, tokens=build.tokens, seq=config.seq_len)
 
 
 def _tera(flops: float) -> str:

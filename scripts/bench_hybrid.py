@@ -38,7 +38,7 @@ from jaxtp.hardware.links import GIB
 from jaxtp.layers.stacked import scan_layers
 from jaxtp.mesh.build import plan_mesh
 from jaxtp.plan.stages import Stages
-from jaxtp.train.planning import axis_sizes, model_of, plan_of, stage_kinds
+from jaxtp.train.planning import Build, plan_of
 from jaxtp.train.preflight import preflight_config, work_of
 
 CLUSTERS = ("a100-80:1x8+h100:1x8", "a100-40:1x8+h200:1x8")
@@ -59,10 +59,10 @@ def mixed() -> Section:
             zero=Zero(stage=0, partition_activations=True),
             pipeline=Pipeline(allow_heterogeneous=True),
         )
-        config = resolve(config, 16)
-        plan = plan_of(config, model_of(config), axis_sizes(config))
+        build = Build.of(resolve(config, 16))
+        plan = plan_of(build)
         assert plan.stages is not None
-        even, *others = compare(plan.stages, stage_kinds(config), work_of(config, plan))
+        even, *others = compare(plan.stages, build.kinds, work_of(build, plan))
         gains.append(even.step_seconds / others[0].step_seconds)
         rows += [
             {
@@ -232,8 +232,9 @@ def formula_bytes(config: Config) -> float:
     2 sb (4h + 2h + 2h kv/a + 3f) / t and the scores, 5as^2b/t (the same, section 4.1, for an MLP
     with a gate); and its weights, gathered in bfloat16.
     """
-    model: Any = model_of(config)
-    plan = plan_of(config, model, axis_sizes(config))
+    build = Build.of(config)
+    model: Any = build.model
+    plan = plan_of(build)
     ways, tp = plan.mesh.num_devices, config.mesh.tp
     num_params = sum(int(np.prod(d.shape)) for d in plan.decisions)
     in_layer = sum(int(np.prod(d.shape[1:])) for d in plan.decisions if "layers" in d.path)

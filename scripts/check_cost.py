@@ -24,8 +24,7 @@ from jaxtp.cost.peak_memory import peak_memory
 from jaxtp.cost.recomputation import recomputed_flops, reruns_of
 from jaxtp.hardware.gpus import Target
 from jaxtp.hardware.links import GIB
-from jaxtp.rules.model_dims import ModelDims
-from jaxtp.train.planning import axis_sizes, model_of, plan_of
+from jaxtp.train.planning import Build, model_of, plan_of
 from jaxtp.train.preflight import preflight_config
 from jaxtp.train.pricing import JAXTP, can_fuse, sizes_of, step_price, strategy_of
 
@@ -64,9 +63,8 @@ def config_of(model: str, target: str, changes: Mapping[str, Any]) -> Config:
 
 def flops_of(config: Config) -> float:
     """FLOPs of one device, idle ticks of stages included, because the program runs them."""
-    model = model_of(config)
-    plan, dims = plan_of(config, model, axis_sizes(config)), ModelDims.of(model)
-    tokens = config.batch.size * config.seq_len
+    build = Build.of(config)
+    plan, dims, tokens = plan_of(build), build.dims, build.tokens
     sizes = {"tokens": tokens, "seq": config.seq_len}
     step = model_flops(plan, dims, **sizes)
     flops = step.full

@@ -15,11 +15,10 @@ from typing import Any
 from jax.sharding import Mesh
 
 import jaxtp
-from jaxtp.config.settings import Config
 from jaxtp.mesh.axes import Axis
 from jaxtp.plan.decisions import ParamDecision, Plan
 from jaxtp.train.config_step import abstract_batch, abstract_state, abstract_step, update_of
-from jaxtp.train.planning import model_of, plan_of
+from jaxtp.train.planning import Build, plan_of
 from jaxtp.train.preflight import resolved
 
 # Path of a parameter -> the dim that Megatron-LM shards, None for none; the first dim is the layer.
@@ -41,7 +40,7 @@ MEGATRON: Mapping[str, int | None] = {
 
 def megatron_step(mesh: Mesh, settings: str) -> Any:
     """The step by the plan that an expert writes; fsdp shards what jaxtp would."""
-    config, plan, mesh = _as_planned(mesh, settings)
+    build, plan, mesh = _as_planned(mesh, settings)
     fsdp = plan.mesh.name_of(Axis.FSDP)
 
     def by_hand(d: ParamDecision) -> ParamDecision:
@@ -52,46 +51,45 @@ def megatron_step(mesh: Mesh, settings: str) -> Any:
         )
         return d.revise(spec, "by hand")
 
-    return abstract_step(config, _replanned(plan, by_hand), mesh)
+    return abstract_step(build, _replanned(plan, by_hand), mesh)
 
 
 def largest_step(mesh: Mesh, settings: str) -> Any:
     """The step with every array sharded along its largest dim that divides."""
-    config, plan, mesh = _as_planned(mesh, settings)
+    build, plan, mesh = _as_planned(mesh, settings)
 
     def largest(d: ParamDecision) -> ParamDecision:
-        dims = [dim for dim, size in enumerate(d.shape) if size % config.mesh.tp == 0]
+        dims = [dim for dim, size in enumerate(d.shape) if size % plan.mesh.tp_size == 0]
         cut = max(dims, key=lambda dim: d.shape[dim], default=None)
         spec = tuple(plan.mesh.tp if dim == cut else () for dim in range(len(d.shape)))
         return d.revise(spec, "largest dim", padding=())
 
-    return _unconstrained(config, _replanned(plan, largest), mesh)
+    return _unconstrained(build, _replanned(plan, largest), mesh)
 
 
 def replicated_step(mesh: Mesh, settings: str) -> Any:
     """The step with every array replicated on every device."""
-    config, plan, mesh = _as_planned(mesh, settings)
+    build, plan, mesh = _as_planned(mesh, settings)
 
     def replicated(d: ParamDecision) -> ParamDecision:
         return d.revise(((),) * len(d.shape), "replicated", padding=())
 
-    return _unconstrained(config, _replanned(plan, replicated), mesh)
+    return _unconstrained(build, _replanned(plan, replicated), mesh)
 
 
-def _as_planned(mesh: Mesh, settings: str) -> tuple[Config, Plan, Mesh]:
-    config, mesh = resolved(settings, mesh)
-    return config, plan_of(config, model_of(config), mesh), mesh
+def _as_planned(mesh: Mesh, settings: str) -> tuple[Build, Plan, Mesh]:
+    build, mesh = resolved(settings, mesh)
+    return build, plan_of(build, mesh), mesh
 
 
 def _replanned(plan: Plan, decide: Callable[[ParamDecision], ParamDecision]) -> Plan:
     return dataclasses.replace(plan, decisions=tuple(decide(d) for d in plan.decisions))
 
 
-def _unconstrained(config: Config, plan: Plan, mesh: Mesh) -> Any:
+def _unconstrained(build: Build, plan: Plan, mesh: Mesh) -> Any:
     """The step without the plan's activation constraints."""
-    state = jaxtp.shard(abstract_state(config), mesh, plan=plan)
-    batch = jaxtp.shard_batch(abstract_batch(config), mesh)
-    step = jaxtp.jit_step(
-        update_of(config, plan, mesh), state, mesh, donate=config.communication.donate
-    )
+    state = jaxtp.shard(abstract_state(build), mesh, plan=plan)
+    batch = jaxtp.shard_batch(abstract_batch(build.config), mesh)
+    donate = build.config.communication.donate
+    step = jaxtp.jit_step(update_of(build, plan, mesh), state, mesh, donate=donate)
     return step, (state, batch)

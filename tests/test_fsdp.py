@@ -200,10 +200,10 @@ def test_micro_batches_share_one_reduction():
 
 def test_tensor_axis_across_hosts_has_a_price():
     config = Config(model="llama3-8b", target="h100:2x8", mesh=Mesh(tp=16), batch=Batch(size=1))
-    config = resolve(config, 16)
-    plan = planning.plan_of(config, planning.model_of(config), planning.axis_sizes(config))
+    build = planning.Build.of(resolve(config, 16))
+    plan = planning.plan_of(build)
     with pytest.warns(jaxtp.JaxtpWarning, match=r"tp=16 spans 2 NVLink domains .* ms a step, mod"):
-        warn_across_hosts(config, plan, Target.parse(config.target))
+        warn_across_hosts(build, plan, Target.parse(config.target))
 
 
 def test_what_cannot_fit_is_refused_before_it_is_compiled():
@@ -214,9 +214,8 @@ def test_what_cannot_fit_is_refused_before_it_is_compiled():
     with pytest.raises(DoesNotFit, match=r"TP114 at mesh: .* take 98\.\d GiB .*\n.*mesh\.fsdp=8"):
         preflight_config(dataclasses.replace(config, zero=Zero(stage=0)))
     # The same with ZeRO-3: 1/8 of that.
-    sharded = resolve(dataclasses.replace(config, zero=Zero(stage=3)), 64)
-    model = planning.model_of(sharded)
-    plan = planning.plan_of(sharded, model, planning.axis_sizes(sharded))
+    sharded = planning.Build.of(resolve(dataclasses.replace(config, zero=Zero(stage=3)), 64))
+    plan = planning.plan_of(sharded)
     state = FlatTree.of(abstract_state(sharded)).shapes()
     held = state_bytes_per_device(state, slots(state, plan), plan.mesh)
     assert held == pytest.approx(12 * 70.55e9 / 64, rel=2e-3)

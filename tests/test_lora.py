@@ -25,7 +25,7 @@ from jaxtp.mesh.build import make_mesh, plan_mesh
 from jaxtp.models import Lora
 from jaxtp.plan.trees import leaves
 from jaxtp.train.config_step import abstract_state, first_state, step_of
-from jaxtp.train.planning import lora_of, model_of, plan_of
+from jaxtp.train.planning import Build, lora_of, model_of, plan_of
 from jaxtp.train.preflight import preflight_config
 from jaxtp.train.setup import prepare
 
@@ -210,10 +210,11 @@ def trained(mesh_sizes, steps=3, **changes):
     count = math.prod(mesh_sizes.values())
     config = resolve(config, count)
     mesh = make_mesh(devices=jax.devices()[:count], **mesh_sizes)
-    plan = plan_of(config, model_of(config), mesh)
-    state = jaxtp.init_sharded(lambda: first_state(config), None, mesh, plan=plan)
+    build = Build.of(config)
+    plan = plan_of(build, mesh)
+    state = jaxtp.init_sharded(lambda: first_state(build), None, mesh, plan=plan)
     before = {path: np.asarray(leaf) for path, leaf in leaves(state.params)}
-    step = step_of(config, plan, mesh, state)
+    step = step_of(build, plan, mesh, state)
     tokens = jax.random.randint(jax.random.key(0), (16, 17), 0, 256)
     for _ in range(steps):
         state, metrics = step(state, jaxtp.shard_batch({"tokens": tokens}, mesh))
@@ -244,7 +245,8 @@ def test_preflight_shows_what_is_saved():
 
     def held(rank):
         config = Config(model="llama3-8b", lora=settings.Lora(rank=rank))
-        state = abstract_state(resolve(dataclasses.replace(config, mesh=Mesh(tp=8)), 8))
+        config = resolve(dataclasses.replace(config, mesh=Mesh(tp=8)), 8)
+        state = abstract_state(Build.of(config))
         return [
             sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
             for tree in (state.params, state.opt_state)
@@ -295,7 +297,7 @@ def test_training_begins_with_the_weights_of_a_folder(begun, rank):
         optimizer=settings.Optimizer(name="schedule_free_adamw", schedule="constant"),
     )
     setup = prepare(config)
-    assert setup.model.num_hidden_layers == 2
+    assert setup.build.model.num_hidden_layers == 2
     got = dict(leaves(jaxtp.unshard(setup.state.params, setup.plan)))
     assert len(got) == len(want) + (4 if rank else 0)
     for path, leaf in want.items():

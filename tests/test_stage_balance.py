@@ -13,7 +13,7 @@ from jaxtp.errors import BadConfig, BadMesh, BadTarget
 from jaxtp.hardware.clusters import Cluster
 from jaxtp.hardware.gpus import KINDS, LAUNCH_SECONDS
 from jaxtp.plan.stages import Stages
-from jaxtp.train.planning import axis_sizes, model_of, plan_of, stages_of
+from jaxtp.train.planning import Build, plan_of
 from jaxtp.train.preflight import strategies, work_of
 
 A100, H100 = KINDS["a100-80"], KINDS["h100"]
@@ -112,10 +112,10 @@ def config_of(**pipeline):
 
 def test_a_config_deals_out_by_its_target():
     config = resolve(config_of(allow_heterogeneous=True, load_balance="compute_first"), 16)
-    model = model_of(config)
-    plan = plan_of(config, model, axis_sizes(config))
+    build = Build.of(config)
+    plan = plan_of(build)
     assert plan.stages.layers == ((4, 4, 12, 12),)
-    work = work_of(config, plan)
+    work = work_of(build, plan)
     # 218.1 million parameters a layer; 4 x 4096 tokens; 4 GPUs; remat "full" runs all but the last
     # product, of 58.7 million parameters, once more.
     products = (6 * 218.1e6 + 2 * (218.1e6 - 58.7e6)) * 4 * 4096
@@ -125,11 +125,11 @@ def test_a_config_deals_out_by_its_target():
     assert work.end_flops == pytest.approx(6 * 128256 * 4096 * 32 * 4096 / 16)
     assert work.layer_bytes == pytest.approx(12 * 218.1e6 / 4, rel=0.01)
     assert work.permute_seconds == pytest.approx(LAUNCH_SECONDS + 4 * 4096 * 4096 * 2 / 25e9)
-    lines = strategies(config, plan)
+    lines = strategies(build, plan)
     assert [line.split(":")[0] for line in lines[1:]] == ["even", "compute_first", "memory_first"]
     even = resolve(config_of(allow_heterogeneous=True), 16)
-    assert stages_of(even, model).layers == ((8, 8, 8, 8),)
-    assert strategies(dataclasses.replace(config, target="h100:2x8"), plan) == ()
+    assert Build.of(even).stages.layers == ((8, 8, 8, 8),)
+    assert strategies(Build.of(dataclasses.replace(config, target="h100:2x8")), plan) == ()
 
 
 def test_mixed_targets_must_be_wanted():
@@ -137,7 +137,7 @@ def test_mixed_targets_must_be_wanted():
     with pytest.raises(
         BadConfig, match=r"at pipeline.allow_heterogeneous: the target a100.* kinds"
     ):
-        stages_of(config, model_of(config))
+        Build.of(config)
 
 
 def test_deepspeeds_spelling_reaches_the_stages():
@@ -153,5 +153,5 @@ def test_deepspeeds_spelling_reaches_the_stages():
     }
     config, lines = parse(json.dumps(text))
     config = resolve(config, 16)
-    assert stages_of(config, model_of(config)).layers == ((8, 24),)
+    assert Build.of(config).stages.layers == ((8, 24),)
     assert "load_balance: mapped; --pipeline.load_balance" in map(str, lines)

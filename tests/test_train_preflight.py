@@ -22,7 +22,7 @@ from jaxtp.models import PRESETS, abstract
 from jaxtp.rules.model_dims import ModelDims
 from jaxtp.rules.planner import make_plan
 from jaxtp.train.config_step import abstract_step
-from jaxtp.train.planning import axis_sizes, model_of, plan_of
+from jaxtp.train.planning import Build, axis_sizes, plan_of
 from jaxtp.train.preflight import preflight_config, step_on_target
 from jaxtp.train.pricing import sizes_of
 from jaxtp.train.setup import prepare
@@ -222,7 +222,7 @@ def test_sequence_parallelism_moves_a_quarter_more_in_blocks_and_needs_no_permut
 def test_a_padded_vocabulary_is_sharded():
     for pad, dim in ((False, None), (True, 0)):
         config = resolve(preset("gpt2", **{"mesh.tp": 4, "tensor.pad_vocab": pad}), 4)
-        plan = plan_of(config, model_of(config), {"tp": 4})
+        plan = plan_of(Build.of(config), {"tp": 4})
         assert plan["wte/embedding"].dim_on(plan.mesh.tp) == dim
 
 
@@ -245,7 +245,8 @@ def test_what_is_compiled_ahead_is_what_runs():
     mesh = jax.make_mesh(tuple(size for _, size in setup.plan.mesh.sizes), setup.plan.mesh.names)
     step, arguments = step_on_target(mesh, settings)
     assert step.lower(*arguments).as_text() == running
-    other = abstract_step(changed(setup.config, {"optimizer.clip": 0.6}), setup.plan, setup.mesh)
+    clipped = Build.of(changed(setup.config, {"optimizer.clip": 0.6}))
+    other = abstract_step(clipped, setup.plan, setup.mesh)
     assert other[0].lower(*other[1]).as_text() != running
 
 

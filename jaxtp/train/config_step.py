@@ -1,4 +1,4 @@
-"""Settings -> the train step, one for preflight and for training, and its arguments as shapes."""
+"""A build -> the train step, one for preflight and for training, and its arguments as shapes."""
 
 from typing import Any
 
@@ -10,13 +10,10 @@ from jax.sharding import Mesh
 from jaxtp import models
 from jaxtp.compile.options import CompileOptions, compile_options
 from jaxtp.config.settings import Config
-from jaxtp.models.lora import is_adapter
 from jaxtp.placement.arrays import shard, shard_batch
 from jaxtp.plan.decisions import Plan
-from jaxtp.plan.trees import PyTree
 from jaxtp.train.language import NextToken
-from jaxtp.train.optimizer import build_optimizer
-from jaxtp.train.planning import model_of
+from jaxtp.train.planning import Build
 from jaxtp.train.step import Step, jit_step
 from jaxtp.train.update import TrainState, Update, init_state, make_update
 
@@ -26,29 +23,29 @@ LARGEST = 2**31 - 1
 
 
 def step_of(
-    config: Config,
+    build: Build,
     plan: Plan,
     mesh: Mesh,
     state: TrainState,
     *,
     options: CompileOptions | None = None,
 ) -> Step[TrainState]:
-    """The jitted step of a resolved config, `(state, batch) -> (state, metrics)`.
+    """The jitted step of a run, `(state, batch) -> (state, metrics)`.
 
     Args:
-        config: Resolved settings.
+        build: The run.
         plan: Where the state lies.
         mesh: The mesh that it is placed on.
         state: Arrays, or structs from `abstract_state` placed by `shard`.
         options: Compile options of this step; None for those of XLA.
     """
-    offload = config.zero.offload_optimizer == "cpu" and not is_abstract(state)
+    offload = build.config.zero.offload_optimizer == "cpu" and not is_abstract(state)
     return jit_step(
-        update_of(config, plan, mesh, offload=offload),
+        update_of(build, plan, mesh, offload=offload),
         state,
         mesh,
         plan=plan,
-        donate=config.communication.donate,
+        donate=build.config.communication.donate,
         compiler_options=None if options is None else options.options,
     )
 
@@ -78,48 +75,37 @@ def loss_of(model: models.Config) -> NextToken:
     return NextToken(nnx.split(models.abstract(model))[0])
 
 
-def update_of(config: Config, plan: Plan, mesh: Mesh, *, offload: bool = False) -> Update:
-    """The step function of a resolved config.
+def update_of(build: Build, plan: Plan, mesh: Mesh, *, offload: bool = False) -> Update:
+    """The step function of a run.
 
     Args:
-        config: Resolved settings.
+        build: The run.
         plan: Where parameters go.
         mesh: The mesh that the state is placed on.
         offload: Whether the optimizer's state comes from the host's memory.
     """
-    tx, schedule = build_optimizer(config.optimizer, config.steps)
     return make_update(
-        loss_of(model_of(config)),
-        tx,
-        schedule,
+        loss_of(build.model),
+        build.optimizer,
+        build.schedule,
         plan,
         mesh,
-        # A pipeline takes the whole batch: its micro-batches are those of accumulation.
-        num_micro=1 if plan.stages else config.batch.accumulation,
-        precision=config.precision,
+        num_micro=build.num_micro,
+        precision=build.config.precision,
         offload=offload,
-        trains=is_adapter if config.lora.rank else None,
+        trains=build.trains,
     )
 
 
-def first_state(config: Config) -> TrainState:
+def first_state(build: Build) -> TrainState:
     """The state before the first step, with parameters drawn from the seed."""
-    tx, _ = build_optimizer(config.optimizer, config.steps)
-    _, params = nnx.split(models.build(model_of(config), nnx.Rngs(config.seed)))
-    trains = is_adapter if config.lora.rank else None
-    return init_state(params, tx, config.precision, trains)
+    _, params = nnx.split(models.build(build.model, nnx.Rngs(build.config.seed)))
+    return init_state(params, build.optimizer, build.config.precision, build.trains)
 
 
-def first_optimizer_state(config: Config, params: PyTree) -> PyTree:
-    """The optimizer's state before the first step, for these parameters."""
-    tx, _ = build_optimizer(config.optimizer, config.steps)
-    trains = is_adapter if config.lora.rank else None
-    return init_state(params, tx, config.precision, trains).opt_state
-
-
-def abstract_state(config: Config) -> TrainState:
+def abstract_state(build: Build) -> TrainState:
     """The same as structs: no memory, milliseconds at any size."""
-    return jax.eval_shape(lambda: first_state(config))
+    return jax.eval_shape(lambda: first_state(build))
 
 
 def abstract_batch(config: Config) -> dict[str, jax.ShapeDtypeStruct]:
@@ -130,15 +116,15 @@ def abstract_batch(config: Config) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def abstract_step(
-    config: Config, plan: Plan, mesh: Mesh
+    build: Build, plan: Plan, mesh: Mesh
 ) -> tuple[Step[TrainState], tuple[TrainState, Any]]:
-    """The step of a resolved config and its arguments as structs on a mesh.
+    """The step of a run and its arguments as structs on a mesh.
 
     Args:
-        config: Resolved settings.
+        build: The run.
         plan: Where the state lies.
         mesh: Devices of any kind, those of a compiler without devices included.
     """
-    state = shard(abstract_state(config), mesh, plan=plan)
-    arguments = (state, shard_batch(abstract_batch(config), mesh))
-    return step_of(config, plan, mesh, state), arguments
+    state = shard(abstract_state(build), mesh, plan=plan)
+    arguments = (state, shard_batch(abstract_batch(build.config), mesh))
+    return step_of(build, plan, mesh, state), arguments

@@ -21,7 +21,7 @@ from jaxtp.errors import JaxtpError
 from jaxtp.io.checkpoint_metadata import Summary
 from jaxtp.mesh.axes import Axis, Shards
 from jaxtp.processes.launch import Launch, count_gpus
-from jaxtp.train.planning import axis_sizes, model_of, plan_of
+from jaxtp.train.planning import Build, plan_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +168,7 @@ def _is_accepted(config: Config, num_devices: int, host: int) -> bool:
             return False
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            plan_of(resolved, model_of(resolved), axis_sizes(resolved))
+            plan_of(Build.of(resolved))
     except JaxtpError:
         return False
     return True

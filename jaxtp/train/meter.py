@@ -5,7 +5,6 @@ import jax
 from jaxtp.compile.running_step import is_gpu, target_of
 from jaxtp.cost.flops import model_flops
 from jaxtp.hardware.clusters import Cluster
-from jaxtp.rules.model_dims import ModelDims
 from jaxtp.train.pricing import step_price
 from jaxtp.train.setup import Setup
 
@@ -48,9 +47,9 @@ def modelled_line(setup: Setup) -> str:
 
 
 def _flops(setup: Setup) -> float:
-    config, dims = setup.config, ModelDims.of(setup.model)
-    tokens = config.batch.size * config.seq_len
-    return model_flops(setup.plan, dims, tokens=tokens, seq=config.seq_len).full
+    build = setup.build
+    seq = build.config.seq_len
+    return model_flops(setup.plan, build.dims, tokens=build.tokens, seq=seq).full
 
 
 def memory_bytes() -> int:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jax.sharding import Mesh
@@ -24,15 +24,12 @@ from jaxtp.hardware.clusters import Cluster
 from jaxtp.hardware.gpus import Target
 from jaxtp.hardware.links import GIB
 from jaxtp.mesh.axes import Axis
-from jaxtp.models.lora import is_adapter
-from jaxtp.placement.train_state import slots
+from jaxtp.placement.train_state import Slot, slots
 from jaxtp.plan.decisions import Plan
-from jaxtp.plan.trees import FlatTree
-from jaxtp.rules.model_dims import ModelDims
+from jaxtp.plan.trees import FlatTree, Param
 from jaxtp.train.attention import choose_attention
 from jaxtp.train.config_step import abstract_state, abstract_step, options_of
-from jaxtp.train.planning import axis_sizes, model_of, plan_of, stage_kinds
-from jaxtp.train.update import TrainState
+from jaxtp.train.planning import Build, plan_of
 
 
 def preflight_config(
@@ -63,12 +60,12 @@ def preflight_config(
     config, attention = choose_attention(
         resolve(config, target.num_devices), on_gpu=True, ahead=True
     )
-    model, state = model_of(config), abstract_state(config)
-    dims = ModelDims.of(model)
-    plan = plan_of(config, model, axis_sizes(config))
-    warn_across_hosts(config, plan, target)
-    refuse_too_large(config, state, plan, target)
-    tokens = config.batch.size * config.seq_len
+    build = Build.of(config)
+    state = FlatTree.of(abstract_state(build)).shapes()
+    plan = plan_of(build)
+    places = slots(state, plan)
+    warn_across_hosts(build, plan, target)
+    refuse_too_large(config, plan, target, state_bytes_per_device(state, places, plan.mesh))
     report = preflight(
         entry,
         target=target,
@@ -76,22 +73,25 @@ def preflight_config(
         keywords={"settings": json.dumps(dataclasses.asdict(config), default=str)},
         options=options or options_of(config),
         tensor_axes=plan.mesh.tp,
-        floor_bytes=plan_floor_bytes(plan, dims, tokens=tokens, dtype=model.dtype),
-        model_flops=model_flops(plan, dims, tokens=tokens, seq=config.seq_len).full,
+        floor_bytes=plan_floor_bytes(
+            plan, build.dims, tokens=build.tokens, dtype=build.model.dtype
+        ),
+        model_flops=model_flops(plan, build.dims, tokens=build.tokens, seq=config.seq_len).full,
         needs=needed(
             plan,
-            dims,
-            tokens=tokens,
-            num_micro=1 if plan.stages else config.batch.accumulation,
-            compute=model.dtype,
+            build.dims,
+            tokens=build.tokens,
+            num_micro=build.num_micro,
+            compute=build.model.dtype,
             sums=reduced_in(config, plan),
-            trains=is_adapter if config.lora.rank else None,
+            trains=build.trains,
         ),
         idle_share=plan.stages.bubble if plan.stages else 0.0,
         time_limit=time_limit,
         on_progress=on_progress,
     )
-    own = (f"attention {attention}", *_offloaded(config, state, plan), *strategies(config, plan))
+    offloaded = _offloaded(state, places, plan) if config.zero.offload_optimizer == "cpu" else ()
+    own = (f"attention {attention}", *offloaded, *strategies(build, plan))
     return plan, dataclasses.replace(report, notes=(*report.notes, *own))
 
 
@@ -111,74 +111,77 @@ def step_on_target(mesh: Mesh, settings: str) -> tuple[Any, tuple[Any, ...]]:
         mesh: The target's devices, on the axes of the plan.
         settings: A resolved config as JSON text.
     """
-    config, mesh = resolved(settings, mesh)
-    return abstract_step(config, plan_of(config, model_of(config), mesh), mesh)
+    build, mesh = resolved(settings, mesh)
+    return abstract_step(build, plan_of(build, mesh), mesh)
 
 
-def resolved(settings: str, mesh: Mesh) -> tuple[Config, Mesh]:
-    """What an entry is given, as training has it: the config, and the mesh on the config's axes.
+def resolved(settings: str, mesh: Mesh) -> tuple[Build, Mesh]:
+    """What an entry is given, as training has it: the run, and the mesh on the config's axes.
 
     Args:
         settings: A resolved config as JSON text.
         mesh: Devices on the axes of the plan, which may be factors of the one tensor axis.
     """
     config, _ = parse(settings)
-    sizes = axis_sizes(config)
-    return config, Mesh(mesh.devices.reshape(tuple(sizes.values())), tuple(sizes))
+    build = Build.of(config)
+    return build, Mesh(mesh.devices.reshape(tuple(build.sizes.values())), tuple(build.sizes))
 
 
-def _offloaded(config: Config, state: TrainState, plan: Plan) -> tuple[str, ...]:
+def _offloaded(
+    state: Mapping[str, Param], places: Mapping[str, Slot], plan: Plan
+) -> tuple[str, ...]:
     """What the compiled memory has too much of, if the optimizer's state is to be on the host."""
-    if config.zero.offload_optimizer == "none":
-        return ()
     # Compiled without a device, programs have no host memory.
-    kept = FlatTree.of(state.opt_state).shapes()
-    held = state_bytes_per_device(kept, slots(kept, plan), plan.mesh)
+    kept = {path: array for path, array in state.items() if path.startswith("opt_state/")}
+    held = state_bytes_per_device(kept, places, plan.mesh)
     return (
         f"the peak counts {held / GIB:,.2f} GiB of optimizer state per GPU, which "
         "zero.offload_optimizer keeps in the host's memory between steps",
     )
 
 
-def strategies(config: Config, plan: Plan) -> tuple[str, ...]:
+def strategies(build: Build, plan: Plan) -> tuple[str, ...]:
     """Lines that compare ways to assign layers to stages of different kinds; () for one kind.
 
     Args:
-        config: Resolved settings.
-        plan: Their plan.
+        build: The run.
+        plan: Its plan.
     """
-    kinds = stage_kinds(config)
-    if not kinds or plan.stages is None:
+    if not build.kinds or plan.stages is None:
         return ()
-    return table(compare(plan.stages, kinds, work_of(config, plan)), kinds)
+    return table(compare(plan.stages, build.kinds, work_of(build, plan)), build.kinds)
 
 
-def work_of(config: Config, plan: Plan) -> Work:
-    """What the layers of a resolved config cost on one device of a stage."""
-    model = model_of(config)
-    state = FlatTree.of(abstract_state(config)).shapes()
+def work_of(build: Build, plan: Plan) -> Work:
+    """What the layers of a run cost on one device of a stage."""
+    state = FlatTree.of(abstract_state(build)).shapes()
+    config = build.config
     return layer_work(
         plan,
-        ModelDims.of(model),
+        build.dims,
         Cluster.parse(config.target),
-        tokens=config.batch.size * config.seq_len,
+        tokens=build.tokens,
         seq=config.seq_len,
         remat=config.remat,
-        dtype=model.dtype,
+        dtype=build.model.dtype,
         stacked_bytes=state_bytes_per_device(
             state, slots(state, plan), plan.mesh, cut_by=plan.mesh.name_of(Axis.PP)
         ),
     )
 
 
-def refuse_too_large(config: Config, state: TrainState, plan: Plan, target: Target) -> None:
-    """Adds up what lives on each GPU for the whole run: no activation is counted.
+def refuse_too_large(config: Config, plan: Plan, target: Target, held: int) -> None:
+    """Refuses a run of which what lives on each GPU all the time does not fit.
+
+    Args:
+        config: Resolved settings.
+        plan: Their plan.
+        target: The machine.
+        held: Bytes of parameters and optimizer state on each GPU; no activation is counted.
 
     Raises:
         DoesNotFit: TP114, if that is more than the GPU has.
     """
-    arrays = FlatTree.of(state).shapes()
-    held = state_bytes_per_device(arrays, slots(arrays, plan), plan.mesh)
     card = target.device.memory_bytes
     if held <= card:
         return
@@ -192,18 +195,18 @@ def refuse_too_large(config: Config, state: TrainState, plan: Plan, target: Targ
     )
 
 
-def warn_across_hosts(config: Config, plan: Plan, target: Target) -> None:
+def warn_across_hosts(build: Build, plan: Plan, target: Target) -> None:
     """Warns if tensor parallelism leaves the NVLink domain, with what that costs."""
+    config, model = build.config, build.model
     domain = {target.domain(device) for device in range(config.mesh.tp)}
     if len(domain) == 1:
         return
-    model = model_of(config)
     message = stream_bytes(config.batch.micro_size * config.seq_len, model.hidden_size, model.dtype)
     inside = next(n for n in range(config.mesh.tp, 0, -1) if target.domain(n - 1) == 0)
     across, within = (
         reduction_seconds(
             plan,
-            ModelDims.of(model),
+            build.dims,
             target,
             message_bytes=message,
             num_micro=config.batch.accumulation,

@@ -9,7 +9,6 @@ from collections.abc import Callable
 import jax
 from jax.sharding import Mesh
 
-from jaxtp import models
 from jaxtp.activations.by_name import use_plan
 from jaxtp.config.batch_sizes import resolve
 from jaxtp.config.settings import Config, settings
@@ -23,13 +22,13 @@ from jaxtp.plan.decisions import Plan
 from jaxtp.plan.trees import leaves, map_with_path
 from jaxtp.processes.startup import agree
 from jaxtp.train.attention import choose_attention
-from jaxtp.train.config_step import first_optimizer_state, first_state, loss_of, options_of, step_of
+from jaxtp.train.config_step import first_state, loss_of, options_of, step_of
 from jaxtp.train.language import Batch, NextToken
-from jaxtp.train.planning import axis_sizes, model_of, plan_of, stage_kinds
+from jaxtp.train.planning import Build, plan_of
 from jaxtp.train.step import Step
 from jaxtp.train.text import Batch as HostBatch
 from jaxtp.train.text import Text, read_text
-from jaxtp.train.update import TrainState, to_host
+from jaxtp.train.update import TrainState, init_state, to_host
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -37,9 +36,8 @@ class Setup:
     """A run before its first step.
 
     Attributes:
-        config: Resolved settings.
+        build: What the settings come to.
         attention: Which kernel computes it, and why.
-        model: Sizes of the model, its types as the settings want them.
         mesh: The mesh of devices.
         plan: Where parameters go.
         state: The state to begin with, placed.
@@ -48,15 +46,19 @@ class Setup:
         validate: Mean nats per token of a state on a batch.
     """
 
-    config: Config
+    build: Build
     attention: str
-    model: models.Config
     mesh: Mesh
     plan: Plan
     state: TrainState
     step: Step[TrainState]
     text: Text
     validate: Callable[[TrainState, Batch], float]
+
+    @property
+    def config(self) -> Config:
+        """Resolved settings."""
+        return self.build.config
 
     def placed(self, batch: Batch | HostBatch) -> Batch:
         """A host batch on the devices, split over dp and fsdp."""
@@ -81,59 +83,56 @@ def prepare(config: Config, *, resumes: bool = False) -> Setup:
     agree({name: operator.attrgetter(name)(config) for name in settings()})
     on_gpu = jax.default_backend() == "gpu"
     config, attention = choose_attention(resolve(config, jax.device_count()), on_gpu=on_gpu)
-    _check_machine(config)
-    mesh = make_mesh(devices=jax.devices(), **axis_sizes(config))
-    model = model_of(config)
-    text = read_text(config, model.vocab_size)
-    plan = plan_of(config, model, mesh)
+    build = Build.of(config)
+    _check_machine(build)
+    mesh = make_mesh(devices=jax.devices(), **build.sizes)
+    text = read_text(config, build.model.vocab_size)
+    plan = plan_of(build, mesh)
     # Before the first collective, which another plan would not have.
     digest = hashlib.sha256(plan.to_json().encode()).hexdigest()
     agree({"plan": digest, "mesh": mesh, **text.digests})
-    state: TrainState = init_sharded(lambda: first_state(config), None, mesh, plan=plan)
+    state: TrainState = init_sharded(lambda: first_state(build), None, mesh, plan=plan)
     if config.weights and not resumes:
-        state = _with_weights(state, config, plan, mesh)
+        state = _with_weights(state, build, plan, mesh)
     if config.zero.offload_optimizer == "cpu":
         state = to_host(state)
     return Setup(
-        config=config,
+        build=build,
         attention=attention,
-        model=model,
         mesh=mesh,
         plan=plan,
         state=state,
-        step=step_of(
-            config,
-            plan,
-            mesh,
-            state,
-            options=options_of(config) if on_gpu else None,
-        ),
+        step=step_of(build, plan, mesh, state, options=options_of(config) if on_gpu else None),
         text=text,
-        validate=functools.partial(_validate, _mean(loss_of(model), plan, mesh)),
+        validate=functools.partial(_validate, _mean(loss_of(build.model), plan, mesh)),
     )
 
 
-def _with_weights(state: TrainState, config: Config, plan: Plan, mesh: Mesh) -> TrainState:
+def _with_weights(state: TrainState, build: Build, plan: Plan, mesh: Mesh) -> TrainState:
     """The first state with the parameters of a folder; adapters keep their own first values."""
     places = jax.tree.map(lambda x: x.sharding, state.opt_state)
     drawn = [leaf for path, leaf in leaves(state.params) if not is_adapter(path)]
     for leaf in (*drawn, *jax.tree.leaves(state.opt_state)):
         leaf.delete()  # it makes room for what is read
     _, read = load_hf(
-        config.weights,
+        build.config.weights,
         mesh,
         plan=plan,
-        param_dtype=config.precision.params,
+        param_dtype=build.config.precision.params,
         progress=jax.process_index() == 0,
     )
     found = dict(leaves(read))
     params = map_with_path(lambda path, old: found.get(path, old), state.params)
     # Some optimizers begin with a copy of the parameters.
-    opt_state = jax.jit(lambda p: first_optimizer_state(config, p), out_shardings=places)(params)
+    opt_state = jax.jit(
+        lambda p: init_state(p, build.optimizer, build.config.precision, build.trains).opt_state,
+        out_shardings=places,
+    )(params)
     return dataclasses.replace(state, params=params, opt_state=opt_state)
 
 
-def _check_machine(config: Config) -> None:
+def _check_machine(build: Build) -> None:
+    config = build.config
     pieces = config.batch.accumulation * config.mesh.data_ways
     if config.mesh.pp > 1 and config.run.eval_windows % pieces:
         below = config.run.eval_windows // pieces * pieces
@@ -144,7 +143,7 @@ def _check_machine(config: Config) -> None:
             fix=join(n for n in (below, below + pieces) if n),
         )
     kinds = {device.device_kind for device in jax.devices()}
-    if len(kinds) > 1 and not stage_kinds(config):
+    if len(kinds) > 1 and not build.kinds:
         raise BadConfig(
             f"the devices are of several kinds: {join(sorted(kinds))}",
             where="target",

@@ -91,7 +91,7 @@ def run(config: Config, *, say: Callable[[object], None] = print) -> Finished:
         _probe(config, speaker)
         setup = prepare(config, resumes=bool(checkpoints.steps()))
         speaker(f"{setup.plan}\n")
-        speaker("\n".join((_describe(setup), *strategies(setup.config, setup.plan))))
+        speaker("\n".join((_describe(setup), *strategies(setup.build, setup.plan))))
         finished = _train(setup, checkpoints, speaker)
     speaker(f"metrics in {finished.metrics}, one line a step")
     if finished.exit_code:
