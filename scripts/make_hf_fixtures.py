@@ -178,6 +178,24 @@ MODELS = {
             "mscale_all_dim": 0.7,
         },
     ),
+    # Windows, sinks and a ramp between pairs that 16 tokens feel; biases wherever there can be one.
+    "gpt_oss": transformers.GptOssConfig(
+        **ROTARY,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_local_experts=8,
+        num_experts_per_tok=3,
+        sliding_window=5,
+        rope_scaling={
+            "rope_type": "yarn",
+            "factor": 8.0,
+            "beta_fast": 4.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 32,
+        },
+    ),
 }
 """Family -> config."""
 

@@ -35,10 +35,11 @@ DEFAULT_ROWS: dict[str, tuple[str, ...]] = {
     "test_logits_equal_those_of_transformers": (
         "llama-2", "mistral-4", "qwen2-8", "qwen3-1", "gemma-8", "gemma2-2", "gemma3_text-4",
         "phi3-8", "olmo2-2", "smollm3-4", "mixtral-8", "qwen3_moe-4", "gpt2-4",
-        "deepseek_v2-2", "deepseek_v3-8",
+        "deepseek_v2-2", "deepseek_v3-8", "gpt_oss-4",
     ),
     "test_greedy_tokens_are_those_of_transformers": (
-        "qwen3-tp8", "gemma3_text-tp8", "gpt2-tp8", "deepseek_v3-tp8", "llama-dp2-tp4",
+        "qwen3-tp8", "gemma3_text-tp8", "gpt2-tp8", "deepseek_v3-tp8", "gpt_oss-tp8",
+        "llama-dp2-tp4",
     ),
     "test_sixteen_steps_are_those_of_the_plain_function": (
         "fewer kv heads", "int8", "scanned", "mamba", "nnx", "t5 keys",

@@ -78,11 +78,23 @@ REFUSED = {
     "weights of one": ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob is True"),
     "no latents": ("deepseek_v3", {"kv_lora_rank": None}, "kv_lora_rank: Input should be a valid"),
     "groups of latents": ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads is 2"),
-    "untruncated": (
+    "truncated by a number": (
         "deepseek_v3",
-        {"rope_scaling": YARN | {"truncate": False}},
+        {"rope_scaling": YARN | {"truncate": 0}},
         "rope_scaling is .*truncate",
     ),
+    "weights of 4 bits": (
+        "gpt_oss",
+        {"quantization_config": {"quant_method": "mxfp4"}},
+        r"quantization_config has quant_method 'mxfp4', .*\n.*Mxfp4Config\(dequantize=True\)",
+    ),
+    "weights of 8 bits": (
+        "deepseek_v3",
+        {"quantization_config": {"quant_method": "fp8"}},
+        "quantization_config has quant_method 'fp8'",
+    ),
+    "another limit": ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit is 5.0"),
+    "two numbers of experts": ("gpt_oss", {"experts_per_token": 2}, "experts_per_token = 2 contra"),
     # Of the wrong type.
     "a word": ("llama", {"vocab_size": "many"}, "vocab_size: Input should be a valid integer"),
     "nothing": ("llama", {"hidden_size": None}, "hidden_size: Input should be a valid integer"),

@@ -139,17 +139,51 @@ LATENT = dataclasses.replace(
 )
 
 
-@functools.cache
-def on_one_device():
-    return three_updates({"tp": 1}, LATENT, parameters(LATENT))
-
-
-@pytest.mark.parametrize(
-    "sizes", [{"fsdp": 2, "ep": 2, "tp": 2}, {"pp": 2, "tp": 2}, {"cp": 2, "tp": 2}], ids=str
+# gpt-oss in small: sinks, biases, windows, its activation; no room for all tokens at once.
+BIASED = dataclasses.replace(
+    CONFIG,
+    n_shared_experts=0,
+    capacity_factor=0.5,
+    qkv_bias=True,
+    o_bias=True,
+    expert_bias=True,
+    attention_sinks=True,
+    hidden_act="clamped_swiglu",
+    sliding_window=3,
+    layer_types=("sliding_attention", "full_attention"),
 )
-def test_latent_attention_and_layers_without_experts_train_as_on_one_device(sizes):
-    got, got_params = three_updates(sizes, LATENT, parameters(LATENT))
-    want, want_params = on_one_device()
+
+
+@functools.cache
+def on_one_device(config):
+    return three_updates({"tp": 1}, config, drawn(config))
+
+
+@functools.cache
+def drawn(config):
+    """Parameters of which none is zero."""
+    rng = np.random.default_rng(0)
+    vectors = {"bias", "sinks"}
+
+    def draw(path, w):
+        return rng.normal(0, 0.5, w.shape) if vectors & {str(p.key) for p in path[-2:-1]} else w
+
+    return jax.tree_util.tree_map_with_path(draw, parameters(config))
+
+
+KINDS = [
+    (LATENT, {"fsdp": 2, "ep": 2, "tp": 2}),
+    (LATENT, {"pp": 2, "tp": 2}),
+    (LATENT, {"cp": 2, "tp": 2}),
+    (BIASED, {"ep": 2, "cp": 2, "tp": 2}),
+]
+KIND_IDS = [f"{'latent' if c is LATENT else 'biased'}-{sizes}" for c, sizes in KINDS]
+
+
+@pytest.mark.parametrize(("config", "sizes"), KINDS, ids=KIND_IDS)
+def test_kinds_of_attention_and_of_layers_train_as_on_one_device(config, sizes):
+    got, got_params = three_updates(sizes, config, drawn(config))
+    want, want_params = on_one_device(config)
     for row, expected in zip(got, want, strict=True):
         assert row == pytest.approx(expected, rel=1e-5, abs=1e-6)
     assert_close(got_params, want_params, BATCH * SEQ * CONFIG.hidden_size)

@@ -533,7 +533,8 @@ def test_every_preset_has_a_family(name):
     )
     found = {"q": "qwen3", "g": "gpt2", "m": "mixtral"}.get(name[0], "llama")
     known = {"qwen3-30b-a3b": "qwen3_moe", "deepseek-v3": "deepseek_v3"}
-    known["deepseek-v2-lite"] = "deepseek_v2"
+    known |= {"deepseek-v2-lite": "deepseek_v2"}
+    known |= dict.fromkeys(("gpt-oss-20b", "gpt-oss-120b"), "gpt_oss")
     assert fields["model_type"] == known.get(name, found)
 
 

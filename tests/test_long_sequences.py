@@ -20,9 +20,10 @@ from jaxtp.errors import IdleDevices, JaxtpWarning, SizeMismatch
 from jaxtp.layers.context import blocks
 from jaxtp.layers.context.blocks import Scores, Side, View, gradients_of, merge, part_of
 from jaxtp.layers.context.dealing import pieces_of
+from jaxtp.layers.context.tiles import LEAST_TOKENS, attend_in_tiles
 from jaxtp.mesh.build import make_mesh, plan_mesh
 from jaxtp.models import GPTConfig, LlamaConfig, build, cross_entropy
-from jaxtp.models.attention import capped_attention
+from jaxtp.models.attention import attend, capped_attention
 
 TOKENS = 48
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -149,6 +150,48 @@ def test_parts_add_up_to_all_attention(small_tiles, window, softcap):
     assert_close((dq + more, *joined), pull(d_out), 24 * 8)
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("window", [None, 5])
+def test_tiles_of_one_sequence_are_all_attention(small_tiles, window, tp):
+    """With packed sequences and sinks, on whatever shards the heads."""
+    keys = jax.random.split(jax.random.key(1), 5)
+    q, d_out = (jax.random.normal(key, (2, 12, 4, 8)) for key in keys[:2])
+    k, v = (jax.random.normal(key, (2, 12, 2, 8)) for key in keys[2:4])
+    sinks = jax.random.normal(keys[4], (4,))
+    ids = jnp.asarray(np.repeat([[1, 2, 2], [1, 1, 2]], 4, axis=1))
+    reach = None if window is None else (window - 1, 0)
+
+    def whole(q, k, v, sinks):
+        mask = ids[:, None, :, None] == ids[:, None, None, :]
+        options = {"is_causal": True, "scale": 0.3, "local_window_size": reach}
+        return capped_attention(q, k, v, softcap=None, sinks_N=sinks, mask=mask, **options)
+
+    def tiled(q, k, v, sinks):
+        reach = None if window is None else jnp.int32(window)
+        return attend_in_tiles(q, k, v, ids, reach, sinks, Scores(0.3, None, "xla"))
+
+    plan = jaxtp.make_plan({"w": jnp.zeros((8, 8))}, {"tp": tp}, strict=False)
+    with use_plan(plan, plan_mesh(make_mesh(tp=tp, devices=jax.devices()[:tp]), plan.mesh)):
+        got, pull = jax.vjp(jax.jit(tiled), q, k, v, sinks)
+        grads = pull(d_out)
+    want, pull = jax.vjp(whole, q, k, v, sinks)
+    assert_close(got, want, 12 * 8)
+    assert_close(grads, pull(d_out), 2 * 12 * 8)
+
+
+def test_long_sequences_without_cp_have_no_array_of_tokens_by_tokens():
+    heads = [jax.ShapeDtypeStruct((1, LEAST_TOKENS, n, 8), jnp.float32) for n in (2, 1, 1)]
+    lowered = jax.jit(jax.grad(lambda *x: attend(*x, None, "xla").sum())).lower(*heads).as_text()
+    assert max(sizes_in(lowered)) < 2 * LEAST_TOKENS**2
+    assert max(sizes_in(lowered)) == 2 * blocks.LARGEST**2
+
+
+def sizes_in(lowered):
+    """Elements of every array of a program."""
+    found = set(re.findall(r"tensor<([\dx]+x)[a-z]", lowered))
+    return [np.prod([int(n) for n in dims.split("x")[:-1]]) for dims in found]
+
+
 def test_no_array_of_tokens_by_tokens():
     """Forward and backward, of a sequence far longer than a tile."""
     tokens, config = 32_768, dataclasses.replace(LLAMA, num_hidden_layers=1, remat="block_outputs")
@@ -162,12 +205,8 @@ def test_no_array_of_tokens_by_tokens():
     with use_plan(plan, mesh):
         rows = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
         lowered = jax.jit(jax.grad(loss)).lower(params, rows).as_text()
-    sizes = [
-        np.prod([int(n) for n in dims.split("x")[:-1]])
-        for dims in set(re.findall(r"tensor<([\dx]+x)[a-z]", lowered))
-    ]
     # One tile's scores of two heads on each of eight devices.
-    assert max(sizes) <= 16 * blocks.LARGEST**2 == tokens**2 // 64
+    assert max(sizes_in(lowered)) <= 16 * blocks.LARGEST**2 == tokens**2 // 64
 
 
 @pytest.mark.parametrize(

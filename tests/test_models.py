@@ -328,6 +328,8 @@ PUBLISHED = {
     "qwen3-8b": 8_190_735_360,
     "mixtral-8x7b": 46_702_792_704,
     "qwen3-30b-a3b": 30_532_122_624,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
     "deepseek-v2-lite": 15_706_484_224,
     "deepseek-v3": 671_026_419_200,  # without the 14 B of the layer for a second token
     "gpt2": 124_439_808,

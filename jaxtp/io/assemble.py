@@ -194,7 +194,7 @@ def _read_array(
         sizes = [stop - start for start, stop in block]
         buffers[block] = np.zeros(sizes, source.tensors.flat[0].dtype)
     reads = [
-        pool.submit(read_box, *read)
+        pool.submit(_read, source.storage.turn, *read)
         for block, buffer in buffers.items()
         for read in _reads(tensors, source.storage.split, block, buffer)
     ]
@@ -209,10 +209,24 @@ def _read_array(
     return jax.make_array_from_callback(shape, sharding, part)
 
 
+def _read(
+    turn: tuple[int, int], tensor: Tensor, split: tuple[int, ...], box: Box, out: NDArray[Any]
+) -> None:
+    """`read_box`, of a tensor along whose last dim several parameters take turns."""
+    first, count = turn
+    if count == 1:
+        read_box(tensor, split, box, out)
+        return
+    # All of them: one long read is better than one for each element.
+    both = np.empty((*out.shape, count), out.dtype)
+    read_box(tensor, (*split, count), (*box, (0, count)), both)
+    out[...] = both[..., first]
+
+
 def _reads(
     tensors: NDArray[Any], split: tuple[int, ...], block: Box, buffer: NDArray[Any]
 ) -> Iterator[tuple[Tensor, tuple[int, ...], Box, NDArray[Any]]]:
-    """Arguments of `read_box` that fill the part of `buffer` that exists in the files."""
+    """Arguments of `_read`, all but the first: for the part of `buffer` that the files have."""
     stack, core = block[: tensors.ndim], block[tensors.ndim :]
     core = tuple((start, min(stop, size)) for (start, stop), size in zip(core, split, strict=True))
     lengths = [stop - start for start, stop in core]

@@ -11,6 +11,7 @@ from jaxtp.layers.context.attention import attend_shared
 from jaxtp.layers.context.blocks import Scores, soft_capped
 from jaxtp.layers.context.dealing import sharing
 from jaxtp.layers.context.one_device import on_each_device
+from jaxtp.layers.context.tiles import LEAST_TOKENS, attend_in_tiles
 
 WIDEST_HEAD = 128
 """cuDNN's limit in elements before Hopper (256 from there on), in multiples of 8. JAX asks the GPU
@@ -32,6 +33,8 @@ def cudnn_obstacle(model: Any, dtype: str, tp: int) -> str:
         return f"cuDNN takes heads of up to {WIDEST_HEAD} in multiples of 8, not {model.head_dim}"
     if getattr(model, "attn_logit_softcapping", None):
         return "cuDNN's attention has no soft cap"
+    if getattr(model, "attention_sinks", False):
+        return "cuDNN's attention has no sinks"
     if kv_heads % tp:
         return f"cuDNN needs every kv head on one device, and {kv_heads} do not divide by {tp}"
     return ""
@@ -48,6 +51,7 @@ def attend(
     has_window: jax.Array | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    sinks_N: jax.Array | None = None,
 ) -> jax.Array:
     """Causal attention with grouped key/value heads, (batch, tokens, query heads, head width).
 
@@ -64,30 +68,36 @@ def attend(
         has_window: Whether this layer has the window, a bool scalar, where layers differ.
         scale: What scores are multiplied by; None: 1 / sqrt(head width).
         softcap: Scores become softcap x tanh(score / softcap) before the mask; None: they do not.
+        sinks_N: A score of each query head beside those of its keys, without a value; None: none.
     """
     if (narrower := k_BTKH.shape[-1] - v_BTKH.shape[-1]) > 0:
         # No kernel takes values of another width than that of keys.
         v_BTKH = jnp.pad(v_BTKH, ((0, 0), (0, 0), (0, 0), (0, narrower)))
-        options = {"has_window": has_window, "scale": scale, "softcap": softcap}
+        options = {"has_window": has_window, "scale": scale, "softcap": softcap, "sinks_N": sinks_N}
         heads = (q_BTNH, k_BTKH, v_BTKH)
         return attend(*heads, segment_ids_BT, implementation, window, **options)[..., :-narrower]
     num_heads, num_kv_heads = q_BTNH.shape[2], k_BTKH.shape[2]
     units = (num_kv_heads, num_heads // num_kv_heads)
     q_BTNH = constrain(q_BTNH, "heads", units)
     k_BTKH, v_BTKH = constrain(k_BTKH, "kv_heads"), constrain(v_BTKH, "kv_heads")
-    if (active := sharing()) is not None:
+    is_long = implementation == "xla" and q_BTNH.shape[1] >= LEAST_TOKENS
+    if (active := sharing()) is not None or is_long:
         reach = None if window is None else jnp.int32(window)
         if reach is not None and has_window is not None:
             reach = jnp.where(has_window, reach, q_BTNH.shape[1])
         scores = Scores(scale or q_BTNH.shape[-1] ** -0.5, softcap, implementation)
-        out_BTNH = attend_shared(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, reach, scores, active)
+        operands = (q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, reach, sinks_N, scores)
+        out_BTNH = (
+            attend_in_tiles(*operands) if active is None else attend_shared(*operands, active)
+        )
         return constrain(out_BTNH, "heads", units)
     mask_B1TT = None
     if segment_ids_BT is not None:
         mask_B1TT = segment_ids_BT[:, None, :, None] == segment_ids_BT[:, None, None, :]
     options: dict[str, Any] = {"is_causal": True, "scale": scale}
-    if softcap is not None:
-        run = functools.partial(capped_attention, softcap=softcap, mask=mask_B1TT, **options)
+    if softcap is not None or sinks_N is not None:
+        options |= {"softcap": softcap, "sinks_N": sinks_N, "mask": mask_B1TT}
+        run = functools.partial(capped_attention, **options)
     else:
         run = functools.partial(
             jax.nn.dot_product_attention, implementation=implementation, **options
@@ -112,18 +122,20 @@ def capped_attention(
     v_BSKH: jax.Array,
     *,
     softcap: float | None,
+    sinks_N: jax.Array | None = None,
     mask: jax.Array | None = None,
     is_causal: bool = False,
     scale: float | None = None,
     local_window_size: tuple[int, int] | None = None,
 ) -> jax.Array:
-    """`jax.nn.dot_product_attention` with a soft cap on the scores, which are in fp32.
+    """`jax.nn.dot_product_attention` with a soft cap on the scores and sinks; scores are in fp32.
 
     Args:
         q_BTNH: Queries.
         k_BSKH: Keys; S may differ from T if it is not causal.
         v_BSKH: Values.
         softcap: Scores become softcap x tanh(score / softcap), as in Gemma 2; None: they do not.
+        sinks_N: As for `attend`.
         mask: True where a query sees a key, (batch, 1, T, S).
         is_causal: Whether a token sees itself and earlier ones only.
         scale: What scores are multiplied by; None: 1 / sqrt(head width).
@@ -142,9 +154,28 @@ def capped_attention(
     seen = seen_TS[None, None, None]
     if mask is not None:
         seen &= mask[:, :, None]  # one for all groups of heads
-    weights = jax.nn.softmax(jnp.where(seen, scores, jnp.finfo(jnp.float32).min), axis=-1)
+    scores = jnp.where(seen, scores, jnp.finfo(jnp.float32).min)
+    weights = softmax_with(sinks_N, scores, num_kv_heads)
     out_BTKGH = jnp.einsum("bkgts,bskh->btkgh", weights.astype(v_BSKH.dtype), v_BSKH)
     return out_BTKGH.reshape(*q_BTNH.shape[:-1], -1)
+
+
+def softmax_with(sinks_N: jax.Array | None, scores: jax.Array, num_kv_heads: int) -> jax.Array:
+    """Weights of the keys, like `scores`; with sinks they sum to less than one.
+
+    Args:
+        sinks_N: As for `attend`.
+        scores: Float32, (batch, kv heads, query heads of each, ..., keys).
+        num_kv_heads: Heads of keys.
+    """
+    if sinks_N is None:
+        return jax.nn.softmax(scores, axis=-1)
+    sinks = sinks_N.astype(jnp.float32).reshape(num_kv_heads, -1)
+    sinks = jnp.expand_dims(sinks, (0, *range(3, scores.ndim)))
+    # Not one more key: that would leave the keys' dim without a power of two.
+    top = jax.lax.stop_gradient(jnp.maximum(scores.max(axis=-1, keepdims=True), sinks))
+    weights = jnp.exp(scores - top)
+    return weights / (weights.sum(axis=-1, keepdims=True) + jnp.exp(sinks - top))
 
 
 def rotary(

@@ -15,7 +15,7 @@ from flax import nnx
 
 from jaxtp.activations.by_name import constrain
 from jaxtp.layers.context.blocks import soft_capped
-from jaxtp.models.attention import attend, capped_attention
+from jaxtp.models.attention import attend, capped_attention, softmax_with
 
 LONGEST_AT_ONCE = 1024
 """Tokens of a prompt up to which all scores are computed at once."""
@@ -81,6 +81,7 @@ class LayerCache:
         has_window: jax.Array | None = None,
         scale: float | None = None,
         softcap: float | None = None,
+        sinks_N: jax.Array | None = None,
         stored_BTKH: jax.Array | None = None,
     ) -> jax.Array:
         """As `jaxtp.models.attention.attend`, over all slots; writes the new keys and values.
@@ -93,6 +94,7 @@ class LayerCache:
         what these are made of.
         """
         options: dict[str, Any] = {"has_window": has_window, "scale": scale, "softcap": softcap}
+        options |= {"sinks_N": sinks_N}
         long = q_BTNH.shape[1] > LONGEST_AT_ONCE and implementation == "xla"
         if v_BTKH is None or q_BTNH.shape[1] == 1:
             copies = q_BTNH.shape[0] // self.cache.keys.shape[1]
@@ -128,6 +130,7 @@ class LayerCache:
         has_window: jax.Array | None,
         scale: float | None,
         softcap: float | None,
+        sinks_N: jax.Array | None,
     ) -> jax.Array:
         """Attention of one token a row: over what is in the cache, and over itself beside it.
 
@@ -157,7 +160,7 @@ class LayerCache:
         own_BKG1 = scored("bkgh,bkh->bkg", own_BKH)[..., None]
         scores_BKGS = jnp.where(is_own_S, own_BKG1, scores_BKGS)
         scores_BKGS = jnp.where(seen_BS[:, None, None], scores_BKGS, jnp.finfo(jnp.float32).min)
-        weights_BKGS = jax.nn.softmax(scores_BKGS, axis=-1).astype(values_BKSH.dtype)
+        weights_BKGS = softmax_with(sinks_N, scores_BKGS, num_kv_heads).astype(values_BKSH.dtype)
         own_BKG1 = jax.lax.dynamic_slice_in_dim(weights_BKGS, self.slot, 1, axis=-1)
         out_BKGH = jnp.einsum(
             "bkgs,bksh->bkgh",
@@ -181,6 +184,7 @@ def in_blocks(
     has_window: jax.Array | None,
     scale: float | None,
     softcap: float | None,
+    sinks_N: jax.Array | None = None,
 ) -> jax.Array:
     """As `jaxtp.models.attention.attend`, without gradients: scores of some queries at a time.
 
@@ -199,9 +203,8 @@ def in_blocks(
         seen_CT = (behind_CT >= 0) & _in_window(behind_CT, window, has_window)
         mask_BCT = (own_BC[:, :, None] == segment_ids_BT[:, None]) & seen_CT[None]
         q_BCNH = constrain(q_BCNH, "heads", units)
-        out_BCNH = capped_attention(
-            q_BCNH, k_BTKH, v_BTKH, softcap=softcap, mask=mask_BCT[:, None], scale=scale
-        )
+        options: dict[str, Any] = {"softcap": softcap, "scale": scale, "sinks_N": sinks_N}
+        out_BCNH = capped_attention(q_BCNH, k_BTKH, v_BTKH, mask=mask_BCT[:, None], **options)
         return constrain(out_BCNH, "heads", units)
 
     blocks = jax.lax.map(block, jnp.arange(0, num_tokens, QUERY_BLOCK))

@@ -19,12 +19,12 @@ from jaxtp.models.projections import Linear
 
 
 class GatedMLP(nnx.Module):
-    """What an expert has: down(act(gate(h)) * up(h)), without biases."""
+    """What an expert has: down(gated(gate(h), up(h)))."""
 
     gate_proj: Linear
     up_proj: Linear
     down_proj: Linear
-    act: Callable[[jax.Array], jax.Array]
+    gated: Gate
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +89,10 @@ class MoE(nnx.Module):
             scores_BTE, self.routing, None if correction is None else correction[...]
         )
         out_BTD, dropped_BT = run_experts(
-            h_BTD, weights_BTC, index_BTC, self._weights(h_BTD.dtype), self._gate, self.capacity
+            *(h_BTD, weights_BTC, index_BTC),
+            self._weights(h_BTD.dtype),
+            self.experts.gated,
+            self.capacity,
         )
         if tally is not None:
             dropped_B = jnp.sum(dropped_BT, axis=1)
@@ -105,11 +108,6 @@ class MoE(nnx.Module):
         linears = (experts.gate_proj, experts.up_proj, experts.down_proj)
         biases = (None if x.bias is None else x.bias[...].astype(dtype) for x in linears)
         return ExpertWeights(*(x.kernel[...].astype(dtype) for x in linears), *biases)
-
-    @property
-    def _gate(self) -> Gate:
-        act = self.experts.act
-        return lambda gate, up: act(gate) * up
 
 
 def choose(

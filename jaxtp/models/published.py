@@ -31,12 +31,15 @@ class Stored(NamedTuple):
             the other along its first dim.
         after: Path of the stack of layers that are numbered in front of this parameter's, if there
             is one.
+        in_turns: How many parameters of one tensor take turns along its last dim, in place of
+            lying one after the other; `part` says which of them it is.
     """
 
     name: str
     dims: str
     part: int = 0
     after: str = ""
+    in_turns: int = 1
 
 
 class Storage(NamedTuple):
@@ -50,6 +53,8 @@ class Storage(NamedTuple):
         first: Rows of the tensor in front of this parameter's, where it is one of several parts.
         rows: Rows of the whole tensor.
         before: Layers that are numbered in front of the first one.
+        turn: Which element of its last dim is the first of this parameter's, and after how many
+            the next one is.
     """
 
     stack: tuple[int, ...]
@@ -59,6 +64,7 @@ class Storage(NamedTuple):
     first: int
     rows: int
     before: int
+    turn: tuple[int, int] = (0, 1)
 
     def numbers(self, index: tuple[int, ...]) -> tuple[int, ...]:
         """What stands in the tensor's name for an index into `stack`."""
@@ -67,7 +73,8 @@ class Storage(NamedTuple):
     @property
     def whole(self) -> tuple[int, ...]:
         """Shape of the tensor, all parts together."""
-        return (self.rows, *self.shape[1:])
+        *front, last = (self.rows, *self.shape[1:])
+        return (*front, last * self.turn[1])
 
 
 def _as_given(fields: Fields, where: str) -> Fields:
@@ -160,6 +167,9 @@ def storages(
         parts.setdefault((names[path].name, alone[path].before), []).append(path)
     found: dict[str, Storage] = {}
     for together in parts.values():
+        if alone[together[0]].turn[1] > 1:
+            found |= {path: alone[path] for path in together}
+            continue
         sizes = [alone[path].shape[0] for path in together]
         for path, first in zip(together, itertools.accumulate(sizes, initial=0), strict=False):
             found[path] = alone[path]._replace(first=first, rows=sum(sizes))
@@ -182,4 +192,5 @@ def _storage(stored: Stored, shape: tuple[int, ...]) -> Storage:
         first=0,
         rows=stored_shape[0],
         before=0,
+        turn=(stored.part if stored.in_turns > 1 else 0, stored.in_turns),
     )

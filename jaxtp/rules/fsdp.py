@@ -17,12 +17,14 @@ from jaxtp.mesh.axes import Axis, MeshShape
 from jaxtp.plan.decisions import ParamDecision
 from jaxtp.plan.trees import Spec
 from jaxtp.rules.resolve import Claim
+from jaxtp.rules.roles import Role
 
 STAGES = (0, 1, 2, 3)
 
 SMALL_SHARE = 256
-"""An array with fewer than 1/256 of the elements of the largest one, per layer, is replicated: norm
-scales, biases, routers. Each would cost a collective of its own for next to no memory."""
+"""An array with fewer than 1/256 of the elements of the largest one, per layer and expert, is
+replicated: norm scales, biases, routers. Each would cost a collective of its own for next to no
+memory."""
 
 
 def spread(
@@ -48,11 +50,18 @@ def spread(
         return tuple(decisions)
     inside = [frozenset(range(len(c.param.shape))) - {*c.stacked_dims} for c in claims]
     sizes = [math.prod(d.shape[i] for i in core) for d, core in zip(decisions, inside, strict=True)]
-    least = max(sizes, default=0) / SMALL_SHARE
+    each = [_one(claim, size) for claim, size in zip(claims, sizes, strict=True)]
+    least = max(each, default=0) / SMALL_SHARE
     return tuple(
         _spread(d, core if size >= least else None, mesh, stage)
         for d, core, size in zip(decisions, inside, sizes, strict=True)
     )
+
+
+def _one(claim: Claim, size: int) -> float:
+    """Elements of a layer, or of one of its experts."""
+    stack = next(iter(claim.vote.placements), None)
+    return size / stack.units[0] if claim.vote.role is Role.EXPERT and stack is not None else size
 
 
 def _spread(

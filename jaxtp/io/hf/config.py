@@ -67,6 +67,8 @@ LABEL_TYPES: dict[str, Any] = {
 COUNT = Bounds(0, 2**31 - 1)
 """Of integers that are no field of ours: pattern lengths and limits."""
 
+QUANTISED = "quantization_config"
+
 _CHECK = "if it changes nothing, take it out of config.json; otherwise the model is not supported"
 
 
@@ -135,6 +137,8 @@ def _check_fields(fields: Fields, family: Family, config: type[DecoderConfig], w
         elif name in known:
             if what := _wrong(name, value, family, config):
                 problems.add(refuse(where, *what))
+        elif name == QUANTISED and value is not None:
+            problems.add(_refuse_quantised(value, where))
         elif value is not None:
             problems.add(refuse(where, f"unknown field {name} = {value!r:.200}", _CHECK))
     problems.raise_any()
@@ -143,6 +147,19 @@ def _check_fields(fields: Fields, family: Family, config: type[DecoderConfig], w
         if None not in values and values[0] != values[1]:
             raise refuse_contradiction(where, f"{one} = {values[0]!r}", f"{other} = {values[1]!r}")
     _check_architecture(fields, family, where)
+
+
+def _refuse_quantised(value: Any, where: str) -> UnsupportedModel:
+    """The error about weights of a few bits, as those of gpt-oss and DeepSeek-V3 are published."""
+    method = value.get("quant_method") if isinstance(value, dict) else value
+    how = 'AutoModelForCausalLM.from_pretrained(folder, dtype="bfloat16"'
+    if method == "mxfp4":
+        how += ", quantization_config=Mxfp4Config(dequantize=True)"
+    return refuse(
+        where,
+        f"{QUANTISED} has quant_method {method!r}, and weights are read in 16 or 32 bits",
+        f"a folder with bfloat16 weights: in transformers, {how}).save_pretrained(new)",
+    )
 
 
 def _check_architecture(fields: Fields, family: Family, where: str) -> None:

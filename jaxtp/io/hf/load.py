@@ -202,8 +202,9 @@ def _check_count(hows: Mapping[str, Storage], stored: Mapping[str, Tensor], fold
 
 def _part(tensor: Tensor, how: Storage) -> Tensor:
     """The rows of a tensor that are one parameter: they lie together."""
-    before = how.first * math.prod(how.shape[1:]) * jnp.dtype(tensor.dtype).itemsize
-    return dataclasses.replace(tensor, shape=how.shape, start=tensor.start + before)
+    shape = (how.shape[0], *how.whole[1:])
+    before = how.first * math.prod(shape[1:]) * jnp.dtype(tensor.dtype).itemsize
+    return dataclasses.replace(tensor, shape=shape, start=tensor.start + before)
 
 
 def _with_prefix(stored: Mapping[str, Tensor], prefix: str) -> Mapping[str, Tensor]:

@@ -158,7 +158,7 @@ def _tensors(
             where=differ[0],
             fix="pass the parameters of the model that config describes",
         )
-    parts: dict[str, dict[int, Callable[[], NDArray[Any]]]] = {}
+    parts: dict[str, dict[tuple[int, int, int], Callable[[], NDArray[Any]]]] = {}
     tensors: Tensors = {}
     hows = storages(names, {path: param.shape for path, param in params.items()})
     for path, how in hows.items():
@@ -167,15 +167,20 @@ def _tensors(
             name = names[path].name.format(*how.numbers(index))
             place = tuple(int(at[i]) for at, i in zip(places, index, strict=True))
             one = functools.partial(fetch, tree[path], place, params[path].shape, how)
-            parts.setdefault(name, {})[how.first] = one
+            parts.setdefault(name, {})[how.first, *how.turn] = one
             tensors[name] = str(tree[path].dtype), how.whole
     return {name: functools.partial(_joined, fetches) for name, fetches in parts.items()}, tensors
 
 
-def _joined(fetches: Mapping[int, Callable[[], NDArray[Any]]]) -> NDArray[Any]:
-    """One tensor from its parts, by their first rows."""
+def _joined(fetches: Mapping[tuple[int, int, int], Callable[[], NDArray[Any]]]) -> NDArray[Any]:
+    """One tensor from its parts, by their first rows and their turns."""
     arrays = [one() for _, one in sorted(fetches.items())]
-    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+    if len(arrays) == 1:
+        return arrays[0]
+    *_, in_turns = next(iter(fetches))
+    if in_turns == 1:
+        return np.concatenate(arrays)
+    return np.stack(arrays, -1).reshape(*arrays[0].shape[:-1], -1)
 
 
 def places_of(

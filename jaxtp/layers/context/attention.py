@@ -22,7 +22,15 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxtp.activations.by_name import ActivePlan, in_force
-from jaxtp.layers.context.blocks import Part, Scores, Side, View, merge
+from jaxtp.layers.context.blocks import (
+    Part,
+    Scores,
+    Side,
+    View,
+    merge,
+    sinks_gradient,
+    with_sinks,
+)
 from jaxtp.layers.context.kernels import gradients_of, part_of
 from jaxtp.mesh.axes import Axis
 
@@ -38,6 +46,7 @@ def attend_shared(
     v_BTKH: jax.Array,
     segment_ids_BT: jax.Array | None,
     window: jax.Array | None,
+    sinks_N: jax.Array | None,
     scores: Scores,
     active: ActivePlan,
 ) -> jax.Array:
@@ -49,35 +58,44 @@ def attend_shared(
         v_BTKH: Values.
         segment_ids_BT: Which segment each token belongs to, (batch or 1, tokens); None: one.
         window: How many tokens a token sees, itself included, a scalar; None: all before it.
+        sinks_N: A score of each query head beside those of its keys, without a value; None: none.
         scores: How scores are made.
         active: The plan in force, with a cp axis.
     """
-    return _attend((scores, active), q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, window)
+    how = (scores, active)
+    return _attend(how, q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, window, sinks_N)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(how: tuple[Scores, ActivePlan], q: Any, k: Any, v: Any, ids: Any, window: Any) -> Any:
-    return _forward(how, q, k, v, ids, window)[0]
+def _attend(
+    how: tuple[Scores, ActivePlan], q: Any, k: Any, v: Any, ids: Any, window: Any, sinks: Any
+) -> Any:
+    return _forward(how, q, k, v, ids, window, sinks)[0]
 
 
 def _forward(
-    how: tuple[Scores, ActivePlan], q: Any, k: Any, v: Any, ids: Any, window: Any
+    how: tuple[Scores, ActivePlan], q: Any, k: Any, v: Any, ids: Any, window: Any, sinks: Any
 ) -> tuple[jax.Array, tuple[Any, ...]]:
     scores, active = how
-    around, specs = _around(scores, active), _Specs.of(active, q, k, ids)
-    run = _local(around.forward, active, specs.inputs, (specs.heads, specs.lse))
+    around, specs = _around(scores, active), Specs.of(active, q, k, ids)
+    run = in_pieces(around.forward, active, specs.inputs, (specs.heads, specs.lse))
     out, lse = run(q, k, v, ids, window)
-    return out, (q, k, v, ids, window, out, lse)
+    if sinks is not None:
+        whole = with_sinks(Part(out, lse), sinks)
+        out, lse = whole.out_BTNH.astype(q.dtype), whole.lse_BNT
+    return out, (q, k, v, ids, window, out, lse, sinks)
 
 
 def _backward(how: tuple[Scores, ActivePlan], kept: tuple[Any, ...], d_out: jax.Array) -> Any:
     scores, active = how
-    around, specs = _around(scores, active), _Specs.of(active, kept[0], kept[1], kept[3])
+    around, specs = _around(scores, active), Specs.of(active, kept[0], kept[1], kept[3])
     inputs = (*specs.inputs, specs.heads, specs.lse, specs.heads)
     with in_force(active):
-        run = _local(around.backward, active, inputs, (specs.heads,) * 3)
-        dq, dk, dv = run(*kept, d_out)
-    return dq, dk, dv, None, None
+        run = in_pieces(around.backward, active, inputs, (specs.heads,) * 3)
+        dq, dk, dv = run(*kept[:-1], d_out)
+    *_, out, lse, sinks = kept
+    d_sinks = None if sinks is None else sinks_gradient(Part(out, lse), d_out, sinks)
+    return dq, dk, dv, None, None, d_sinks
 
 
 _attend.defvjp(_forward, _backward)
@@ -90,7 +108,7 @@ def _around(scores: Scores, active: ActivePlan) -> "_Around":
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Specs:
+class Specs:
     """Where arrays lie: (batch, tokens, heads, width), an `lse`, segments."""
 
     heads: PartitionSpec
@@ -98,7 +116,7 @@ class _Specs:
     ids: PartitionSpec
 
     @classmethod
-    def of(cls, active: ActivePlan, q: jax.Array, k: jax.Array, ids: Any) -> "_Specs":
+    def of(cls, active: ActivePlan, q: jax.Array, k: jax.Array, ids: Any) -> "Specs":
         """The specs of one call.
 
         Queries are sharded as far as keys are, so that each device has the keys of its queries.
@@ -119,7 +137,7 @@ class _Specs:
         return (self.heads, self.heads, self.heads, self.ids, PartitionSpec())
 
 
-def _local(fn: Any, active: ActivePlan, in_specs: Any, out_specs: Any) -> Any:
+def in_pieces(fn: Any, active: ActivePlan, in_specs: Any, out_specs: Any) -> Any:
     """`fn` on what each device has; the partitioner has no part in it.
 
     Not even along other axes: cuDNN's kernel cannot be partitioned where some are manual.

@@ -90,6 +90,27 @@ def merge(a: Part, b: Part) -> Part:
     return Part(jnp.asarray(out), lse)
 
 
+def with_sinks(part: Part, sinks_N: jax.Array) -> Part:
+    """The same with a score of each head that takes weight and has no value."""
+    lse = jnp.logaddexp(part.lse_BNT, sinks_N.astype(jnp.float32)[None, :, None])
+    share_BTN1 = jnp.exp(part.lse_BNT - lse).swapaxes(1, 2)[..., None]
+    return Part(part.out_BTNH * share_BTN1, lse)
+
+
+def sinks_gradient(whole: Part, d_out_BTNH: jax.Array, sinks_N: jax.Array) -> jax.Array:
+    """The gradient of these scores, like them: that of a key whose value is zero.
+
+    Args:
+        whole: Attention with them.
+        d_out_BTNH: Gradient of its result.
+        sinks_N: The scores.
+    """
+    weight_BNT = jnp.exp(sinks_N.astype(jnp.float32)[None, :, None] - whole.lse_BNT)
+    both = (x.astype(jnp.float32) for x in (whole.out_BTNH, d_out_BTNH))
+    mean_BNT = jnp.einsum("btnh,btnh->bnt", *both)
+    return -jnp.sum(weight_BNT * mean_BNT, axis=(0, 2)).astype(sinks_N.dtype)
+
+
 def part_of(
     q_BTNH: jax.Array,
     k_BSKH: jax.Array,

@@ -82,6 +82,10 @@ class YarnRopeScaling:
     mscale_all_dim: Coefficient = 0.0
     """See `magnitude`; 0 is not given."""
 
+    truncate: bool = True
+    """Begin and end the ramp at a pair, as the paper's code does, and not, as in gpt-oss, between
+    two."""
+
     def __post_init__(self) -> None:
         check_bounds(self)
         if self.beta_slow >= self.beta_fast:
@@ -197,14 +201,21 @@ class LlamaConfig(DecoderConfig):
     qkv_bias: bool = False
     """Biases on queries, keys and values, as Qwen2 has them."""
 
+    o_bias: bool = False
+    """A bias on what attention puts out, as in gpt-oss."""
+
+    attention_sinks: bool = False
+    """A learned score of each head that takes a part of the weights and has no value, as in
+    gpt-oss."""
+
     sliding_window: Tokens | None = None
     """How many tokens a token sees, itself included, as in Mistral; None: all before it."""
 
     layer_types: tuple[LayerType, ...] | None = None
     """Which layers have the window; None: all, if there is one."""
 
-    hidden_act: Literal["silu", "gelu_pytorch_tanh"] = "silu"
-    """What the MLP's gate goes through."""
+    hidden_act: Literal["silu", "gelu_pytorch_tanh", "clamped_swiglu"] = "silu"
+    """What the MLP's gate goes through; or, of gpt-oss, what becomes of gate and up."""
 
     norm_offset: bool = False
     """Norms multiply by one plus their scale, as Gemma's do."""
@@ -241,6 +252,9 @@ class LlamaConfig(DecoderConfig):
 
     topk_group: Depth = 1
     """Groups that a token may choose from."""
+
+    expert_bias: bool = False
+    """Biases on the router and on all that an expert multiplies, as in gpt-oss."""
 
     router_correction: bool = False
     """A bias for each expert that counts for the choice alone, as in DeepSeek-V3."""
@@ -289,6 +303,12 @@ class LlamaConfig(DecoderConfig):
                 f"{self.attention_implementation} attention has no soft cap",
                 where="attention_implementation",
                 fix='"xla", or attn_logit_softcapping=None, which changes the model a little',
+            )
+        if self.attention_sinks and self.attention_implementation != "xla":
+            raise BadConfig(
+                f"{self.attention_implementation} attention has no sinks",
+                where="attention_implementation",
+                fix='"xla"',
             )
 
     def _check_groups(self) -> None:
@@ -371,11 +391,13 @@ class LlamaConfig(DecoderConfig):
                 where="num_key_value_heads",
                 fix=f"as many as query heads: {self.num_attention_heads}",
             )
-        if self.qk_norm or self.qkv_bias or self.rotary_share != 1:
+        others = (self.qk_norm, self.qkv_bias, self.o_bias, self.attention_sinks)
+        if any(others) or self.rotary_share != 1:
             raise BadConfig(
-                "latent attention has no qk_norm, qkv_bias or rotary_share",
+                "latent attention has no qk_norm, qkv_bias, o_bias, attention_sinks or "
+                "rotary_share",
                 where="kv_lora_rank",
-                fix="leave these three out",
+                fix="leave these out",
             )
 
     @property

@@ -7,7 +7,7 @@ shape suffixes. `published.py` lists the families that are this decoder with oth
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from jaxtp.activations.by_name import constrain, spread
 from jaxtp.layers.context.blocks import soft_capped
-from jaxtp.layers.experts import Capacity
+from jaxtp.layers.experts import Capacity, Gate
 from jaxtp.models.attention import attend
 from jaxtp.models.cache import LayerCache
 from jaxtp.models.decoder import Decoder
@@ -37,11 +37,30 @@ from jaxtp.models.moe import GatedMLP, MoE, Routing
 from jaxtp.models.projections import Linear, TokenTable, products
 from jaxtp.plan.stored_form import mask_padding
 
-ACTIVATION: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "silu": jax.nn.silu,
-    "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
+
+def _silu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    return jax.nn.silu(gate) * up
+
+
+def _gelu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    return jax.nn.gelu(gate, approximate=True) * up
+
+
+ALPHA, LIMIT = 1.702, 7.0
+"""Of `_clamped_swiglu`, as in gpt-oss's reference code (OpenAI 2025)."""
+
+
+def _clamped_swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    gate, up = jnp.minimum(gate, LIMIT), jnp.clip(up, -LIMIT, LIMIT)
+    return gate * jax.nn.sigmoid(ALPHA * gate) * (up + 1)
+
+
+GATES: dict[str, Gate] = {
+    "silu": _silu,
+    "gelu_pytorch_tanh": _gelu,
+    "clamped_swiglu": _clamped_swiglu,
 }
-"""Name, as Hugging Face configs spell it -> function of the gate."""
+"""`LlamaConfig.hidden_act` -> what becomes of gate and up."""
 
 
 class Attention(nnx.Module):
@@ -59,8 +78,11 @@ class Attention(nnx.Module):
             heads,
             config.hidden_size,
             axis=(-2, -1),
+            use_bias=config.o_bias,
             kernel_init=residual_init(config.num_hidden_layers),
         )
+        if config.attention_sinks:
+            self.sinks = nnx.Param(jnp.zeros(heads[0], jnp.dtype(config.param_dtype)))
         if config.qk_norm:
             together = config.qk_norm_all_heads
             self.q_norm = norm(config.head_dim * (heads[0] if together else 1))
@@ -96,6 +118,7 @@ class Attention(nnx.Module):
             has_window=has_window,
             scale=config.score_scale,
             softcap=config.attn_logit_softcapping,
+            sinks_N=self.sinks[...] if config.attention_sinks else None,
         )
         return self.o_proj(out_BTNH)
 
@@ -129,24 +152,32 @@ class Attention(nnx.Module):
 
 
 class MLP(GatedMLP):
-    """A gated MLP, with silu SwiGLU: down(act(gate(h)) * up(h))."""
+    """A gated MLP, with silu SwiGLU: down(silu(gate(h)) * up(h))."""
 
-    def __init__(self, config: LlamaConfig, rngs: nnx.Rngs, width: int | None = None) -> None:
+    def __init__(
+        self,
+        config: LlamaConfig,
+        rngs: nnx.Rngs,
+        width: int | None = None,
+        *,
+        use_bias: bool = False,
+    ) -> None:
         linear, _ = parts_of(config, rngs)
         width = width or config.intermediate_size
-        self.act = ACTIVATION[config.hidden_act]
-        self.gate_proj = linear(config.hidden_size, width)
-        self.up_proj = linear(config.hidden_size, width)
+        self.gated = GATES[config.hidden_act]
+        self.gate_proj = linear(config.hidden_size, width, use_bias=use_bias)
+        self.up_proj = linear(config.hidden_size, width, use_bias=use_bias)
         self.down_proj = linear(
             width,
             config.hidden_size,
+            use_bias=use_bias,
             kernel_init=residual_init(config.num_hidden_layers),
         )
 
     def __call__(self, h_BTD: jax.Array) -> jax.Array:
         """The MLP's result, (batch, tokens, hidden size)."""
         gate_BTF, up_BTF = products(h_BTD, self.gate_proj, self.up_proj)
-        return self.down_proj(self.act(constrain(gate_BTF, "mlp")) * constrain(up_BTF, "mlp"))
+        return self.down_proj(self.gated(constrain(gate_BTF, "mlp"), constrain(up_BTF, "mlp")))
 
 
 NORMS = {
@@ -262,8 +293,8 @@ def _experts(config: LlamaConfig, rngs: nnx.Rngs) -> MoE:
     width = config.moe_intermediate_size or config.intermediate_size
     shared = config.n_shared_experts
     return MoE(
-        linear(config.hidden_size, config.num_experts),
-        functools.partial(MLP, config, width=width),
+        linear(config.hidden_size, config.num_experts, use_bias=config.expert_bias),
+        functools.partial(MLP, config, width=width, use_bias=config.expert_bias),
         config.num_experts,
         Routing(
             num_chosen=config.num_experts_per_tok,

@@ -71,6 +71,21 @@ MIXTURE_NAMES = NAMES | {
 }
 """The same where a mixture of experts is stored as Qwen3 does."""
 
+_TURNS = f"{MIXTURE}.experts.gate_up_proj"
+GPT_OSS_NAMES = NAMES | {
+    "layers/self_attn/o_proj/bias": Stored("model.layers.{}.self_attn.o_proj.bias", "d"),
+    "layers/self_attn/sinks": Stored("model.layers.{}.self_attn.sinks", "n"),
+    "layers/mlp/router/kernel": Stored(f"{MIXTURE}.router.weight", "e d -> d e"),
+    "layers/mlp/router/bias": Stored(f"{MIXTURE}.router.bias", "e"),
+    "layers/mlp/experts/gate_proj/kernel": Stored(_TURNS, "e d f", part=0, in_turns=2),
+    "layers/mlp/experts/up_proj/kernel": Stored(_TURNS, "e d f", part=1, in_turns=2),
+    "layers/mlp/experts/gate_proj/bias": Stored(f"{_TURNS}_bias", "e f", part=0, in_turns=2),
+    "layers/mlp/experts/up_proj/bias": Stored(f"{_TURNS}_bias", "e f", part=1, in_turns=2),
+    "layers/mlp/experts/down_proj/kernel": Stored(f"{MIXTURE}.experts.down_proj", "e f d"),
+    "layers/mlp/experts/down_proj/bias": Stored(f"{MIXTURE}.experts.down_proj_bias", "e d"),
+}
+"""The same where all experts are one tensor, and gate and up take turns in another."""
+
 ATTENTION = "model.layers.{}.self_attn"
 _LATENT_NAMES = MIXTURE_NAMES | {
     "layers/self_attn/q_a_proj/kernel": Stored(f"{ATTENTION}.q_a_proj.weight", "c d -> d c"),

@@ -1,6 +1,31 @@
 """Published sizes of Llama-like models, those of the `config.json` beside the weights."""
 
+import dataclasses
+
 from jaxtp.models.llama.config import LlamaConfig, RopeScaling, YarnRopeScaling
+
+GPT_OSS_20B = LlamaConfig(
+    vocab_size=201088,
+    hidden_size=2880,
+    num_hidden_layers=24,
+    num_attention_heads=64,
+    num_key_value_heads=8,
+    head_dim=64,
+    intermediate_size=2880,
+    rope_theta=150_000.0,
+    rope_scaling=YarnRopeScaling(
+        factor=32.0, original_max_position_embeddings=4096, truncate=False
+    ),
+    qkv_bias=True,
+    o_bias=True,
+    attention_sinks=True,
+    sliding_window=128,
+    layer_types=("sliding_attention", "full_attention") * 12,
+    hidden_act="clamped_swiglu",
+    num_experts=32,
+    num_experts_per_tok=4,
+    expert_bias=True,
+)
 
 PRESETS: dict[str, LlamaConfig] = {
     # Learns bytes on a laptop: heads and kv heads divide by tp=4, and fp32 because CPUs have no
@@ -134,6 +159,13 @@ PRESETS: dict[str, LlamaConfig] = {
         num_experts=128,
         num_experts_per_tok=8,
         moe_intermediate_size=768,
+    ),
+    "gpt-oss-20b": GPT_OSS_20B,
+    "gpt-oss-120b": dataclasses.replace(
+        GPT_OSS_20B,
+        num_hidden_layers=36,
+        layer_types=("sliding_attention", "full_attention") * 18,
+        num_experts=128,
     ),
     "deepseek-v2-lite": LlamaConfig(
         vocab_size=102400,

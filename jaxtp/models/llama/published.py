@@ -8,7 +8,13 @@ from typing import Any
 
 from jaxtp.models.llama import published_latent as latent
 from jaxtp.models.llama.config import LayerType, LlamaConfig
-from jaxtp.models.llama.names import DEEPSEEK_NAMES, FUSED_NAMES, MIXTURE_NAMES, NAMES
+from jaxtp.models.llama.names import (
+    DEEPSEEK_NAMES,
+    FUSED_NAMES,
+    GPT_OSS_NAMES,
+    MIXTURE_NAMES,
+    NAMES,
+)
 from jaxtp.models.llama.published_rope import merge_rope, read_rope, write_rope
 from jaxtp.models.published import Family, Fields, refuse, refuse_contradiction
 
@@ -73,6 +79,16 @@ def _read_qwen_moe(given: Fields, where: str) -> Fields:
     """The window, if in use, is in all layers."""
     window = given["sliding_window"] if given["use_sliding_window"] else None
     return {**_read(given, where), "sliding_window": window}
+
+
+def _read_gpt_oss(given: Fields, where: str) -> Fields:
+    """Every second layer has the window, the first one too."""
+    older, newer = given["experts_per_token"], given["num_experts_per_tok"]
+    if older not in (None, newer):
+        raise refuse_contradiction(
+            where, f"experts_per_token = {older}", f"num_experts_per_tok = {newer}"
+        )
+    return _read_gemma2(given, where)
 
 
 def _read_gemma2(given: Fields, where: str) -> Fields:
@@ -243,6 +259,14 @@ GEMMA2_DEFAULTS = GEMMA_DEFAULTS | {
     "sliding_window": 4096,
     "layer_types": None,
 }
+GPT_OSS_YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
 GEMMA2_CONSTANTS = {"norm_offset": True, "scale_embedding": True, "norms": "both"}
 GEMMA2_HARMLESS = NO_BIAS | {"use_bidirectional_attention": False}
 
@@ -355,6 +379,24 @@ FAMILIES = {
         harmless=NO_BIAS | {"decoder_sparse_step": 1, "mlp_only_layers": []},
         read=_read_qwen_moe,
         write=_write_qwen_moe,
+    ),
+    "gpt_oss": _family(
+        "GptOssForCausalLM",
+        names=GPT_OSS_NAMES,
+        fields=WINDOW
+        | {"num_local_experts": "num_experts", "num_experts_per_tok": "num_experts_per_tok"}
+        | {"hidden_act": ""},
+        defaults={"num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5}
+        | {"rope_theta": 150_000.0, "rope_scaling": GPT_OSS_YARN, "layer_types": None}
+        | {"sliding_window": 128, "num_local_experts": 128, "num_experts_per_tok": 4}
+        # Names of the reference code, which published files have beside the others.
+        | {"initial_context_length": None, "experts_per_token": None},
+        constants={"qkv_bias": True, "o_bias": True, "attention_sinks": True}
+        | {"expert_bias": True, "hidden_act": "clamped_swiglu"},
+        # Of the activation one limit is built, in transformers too.
+        harmless={"hidden_act": "silu", "attention_bias": True, "swiglu_limit": 7.0},
+        read=_read_gpt_oss,
+        write=_write_gemma2,
     ),
     "deepseek_v2": _family(
         "DeepseekV2ForCausalLM",

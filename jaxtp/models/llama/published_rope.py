@@ -101,7 +101,11 @@ def read_rope(given: Fields, where: str) -> dict[str, Any]:
     fields = dataclasses.fields(kind) if kind else ()
     known = {field.name for field in fields}
     needed = {field.name for field in fields if field.default is dataclasses.MISSING}
-    numbers = all(isinstance(v, int | float) and not isinstance(v, bool) for v in rest.values())
+    flags = {field.name for field in fields if field.type is bool}
+    numbers = all(
+        isinstance(value, bool) if name in flags else _is_number(value)
+        for name, value in rest.items()
+    )
     if kind is None or not needed <= rest.keys() <= known or not numbers:
         missing = f" without {join(sorted(needed - rest.keys()))}" if needed - rest.keys() else ""
         raise refuse(
@@ -117,11 +121,18 @@ def read_rope(given: Fields, where: str) -> dict[str, Any]:
         raise refuse(where, f"rope_scaling: {err.what}", err.fix) from None
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def write_rope(config: LlamaConfig) -> dict[str, Any]:
     """`rope_scaling` as theirs."""
     scaling = config.rope_scaling
     if scaling is None:
         return {"rope_scaling": None}
     kind = next(name for name, ours in SCALINGS.items() if isinstance(scaling, ours))
-    given = {name: value for name, value in dataclasses.asdict(scaling).items() if value}
+    fields = dataclasses.asdict(scaling)
+    whole = fields.pop("truncate", True)
+    given = {name: value for name, value in fields.items() if value}
+    given |= {} if whole else {"truncate": whole}
     return {"rope_scaling": {"rope_type": kind, **given}}

@@ -27,7 +27,8 @@ def rotary_frequencies(
     theta^(-2i/H), section 3.2.2 of Su et al. 2021. Scaling as in the Llama 3.1 reference code: a
     frequency keeps a share that grows linearly with its number of turns in the original context,
     from 0 at `low_freq_factor` to 1 at `high_freq_factor`; the rest is divided by `factor`. Yarn's
-    share grows with the pair's number instead, section 3.2 of Peng et al. 2023, between whole ones.
+    share grows with the pair's number instead, section 3.2 of Peng et al. 2023, from one pair to
+    another unless told otherwise.
 
     Args:
         width: Elements of a head that are rotated.
@@ -63,8 +64,10 @@ def _kept_by_yarn(width: int, theta: float, scaling: YarnRopeScaling) -> np.ndar
         length = scaling.original_max_position_embeddings / (2 * math.pi)
         return width * math.log(length / turns) / (2 * math.log(theta))
 
-    first = max(math.floor(pair_of(scaling.beta_fast)), 0)
-    last = min(math.ceil(pair_of(scaling.beta_slow)), width - 1)
+    first, last = pair_of(scaling.beta_fast), pair_of(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, width - 1)
     # As in the reference code where both are one pair.
     ramp = (np.arange(width // 2) - first) / (last - first if last != first else 1e-3)
     return 1 - np.clip(ramp, 0, 1)
