@@ -13,14 +13,15 @@ XLA would often find the same by itself; in loops, in backward passes and around
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
+from jaxtp.activations.half_batches import on_halves
 from jaxtp.activations.left_alone import Told
 from jaxtp.activations.placer import Placer
-from jaxtp.errors import IdleDevices
+from jaxtp.errors import BadOption, IdleDevices
 from jaxtp.mesh.axes import Axis
 from jaxtp.mesh.build import own_mesh, refuse_explicit_context, without_explicit_axes
 from jaxtp.plan.decisions import Plan
@@ -30,7 +31,13 @@ from jaxtp.rules.jaxpr import analyse_jaxpr
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def parallelize(fn: F, plan: Plan, mesh: Mesh | AbstractMesh | None = None) -> F:
+def parallelize(
+    fn: F,
+    plan: Plan,
+    mesh: Mesh | AbstractMesh | None = None,
+    *,
+    overlap: Literal["auto", "aggressive"] = "auto",
+) -> F:
     """`fn` with activation constraints placed by its dataflow.
 
     It takes and returns what `fn` does and may be jitted, differentiated, vmapped or scanned. It is
@@ -44,14 +51,25 @@ def parallelize(fn: F, plan: Plan, mesh: Mesh | AbstractMesh | None = None) -> F
             along the sequence.
         mesh: The jax Mesh that the parameters were placed with, or an AbstractMesh to compile only;
             by default all devices in order.
+        overlap: "aggressive" runs two halves of the batch in turns, so that the all-reduces over
+            tp of one half move beside the products of the other, in the derivative too; compile
+            with `jaxtp.compile_options(overlap="aggressive")`. Numbers stay those of `fn`. It
+            traces `fn` once more, on half of the batch; from the first equation on that mixes rows
+            of the batch (a mean, random numbers) the whole batch runs as with "auto". Needs an even
+            number of rows on each replica. Warns with the text of TP073 where nothing, or not all
+            products, can take turns. A custom derivative rule is taken to treat rows alone where
+            its function does.
 
     Raises:
+        BadOption: If `overlap` is neither of the two.
         BadMesh: TP010, when called, if the mesh has another number of devices than the plan, or
             the mesh of `jax.set_mesh` has Explicit axes.
         PlanMismatch: TP045, when called, if the plan lacks a parameter of the call.
         IdleDevices: TP011, if the plan's mesh has devices along cp: jaxtp's own models share
             sequences, a model of another's would do the same work on each of them.
     """
+    if overlap not in ("auto", "aggressive"):
+        raise BadOption(f"overlap is {overlap!r}", fix="auto or aggressive")
     _refuse_shared_sequences(plan)
     told = Told()
 
@@ -68,7 +86,11 @@ def parallelize(fn: F, plan: Plan, mesh: Mesh | AbstractMesh | None = None) -> F
         paths = [plan[path].path for path, _ in leaves(plain)]
         analysis = analyse_jaxpr(closed, paths)
         placer = Placer(analysis, plan, own_mesh(mesh, plan.mesh))
-        results = placer.run(analysis.scope, jax.tree.leaves((plain, *inputs)))
+        results = None
+        if overlap == "aggressive":
+            results = on_halves(placer, pure, closed, paths, (plain, *inputs))
+        if results is None:
+            results = placer.run(analysis.scope, jax.tree.leaves((plain, *inputs)))
         told.tell(placer.left.values())
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 

@@ -1,0 +1,350 @@
+"""A traced model run on two halves of the batch that take turns.
+
+Each half is a coroutine that runs the same equations and stops at two kinds of places: where a row
+product leaves a region, with the parts of a sum that every device has a share of (its *message*),
+and in front of the first column product behind it. One turn holds one half's products and the
+other half's message, with the little that follows it, and ends in a barrier over everything alive.
+Between two barriers XLA's scheduler has one message and one chain of products to place. A barrier's
+transpose is a barrier, so the derivative has the same turns in reverse.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from jaxtp.activations.fused_products import Pieces
+from jaxtp.activations.sums_apart import Product
+from jaxtp.rules.jaxpr.halves import Halves, Lies
+from jaxtp.rules.jaxpr.primitives import PRIMITIVES
+from jaxtp.rules.jaxpr.reentry import checkpoint, inline, scan
+from jaxtp.rules.jaxpr.walk import Scope
+
+Pair = tuple[Any, Any]
+
+
+class Placer(Protocol):
+    """What runs single equations, with constraints."""
+
+    def step(
+        self, scope: Scope, position: int, known: dict[Any, Any], gathered: dict[Any, Any]
+    ) -> None:
+        """Runs one equation."""
+        ...
+
+    def put(
+        self, scope: Scope, equation: Any, results: Sequence[Any], known: dict[Any, Any]
+    ) -> None:
+        """Adds results."""
+        ...
+
+    def apart(self, scope: Scope, equation: Any) -> Product | None:
+        """The product of an equation as one whose sum can be taken apart."""
+        ...
+
+    def place_parts(self, w: Any, dim: int) -> Any:
+        """An array whose dim is the devices."""
+        ...
+
+    def copies(self, scope: Scope, var: Any, x: Any) -> Any:
+        """An entry of an activation for each device."""
+        ...
+
+    def total(self, scope: Scope, equation: Any, parts: Any) -> Any:
+        """The sum over the devices."""
+        ...
+
+
+@dataclasses.dataclass
+class Frame:
+    """A program that a half is inside of."""
+
+    scope: Scope
+    halves: Halves
+    known: dict[Any, Any]
+    last_use: Mapping[Any, int]
+    position: int = 0
+    copies: dict[Any, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
+class Stop:
+    """Where a half waits, with what it hands over.
+
+    Attributes:
+        why: "enter" in front of products, "leave" with the parts of a sum, "call" at an equation
+            that both halves enter together, "end".
+        arrays: Handed over.
+        frame: Where.
+        equation: At which.
+    """
+
+    why: Literal["enter", "leave", "call", "end"]
+    arrays: list[Any]
+    frame: Frame | None = None
+    equation: Any = None
+
+
+Run = Generator[Stop, Any, list[Any]]
+
+
+@dataclasses.dataclass
+class Once:
+    """Results of equations that have nothing of the batch, by position; both halves use them."""
+
+    results: dict[int, list[Any]] = dataclasses.field(default_factory=dict)
+    inside: dict[int, "Once"] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
+class Side:
+    """One half on its way."""
+
+    frames: list[Frame] = dataclasses.field(default_factory=list)
+    entered: bool = False  # since the last message
+
+
+class Turns:
+    """Runs programs on both halves."""
+
+    def __init__(self, placer: Placer) -> None:
+        self._placer = placer
+
+    def both(
+        self, scope: Scope, halves: Halves, args: Sequence[Pair]
+    ) -> tuple[list[Pair], list[dict[Any, Any]]]:
+        """The outputs of a program on both halves, and everything that each has computed.
+
+        Args:
+            scope: The program on half of the batch.
+            halves: What of it runs there.
+            args: Each input of both halves.
+        """
+        once, sides = Once(), (Side(), Side())
+        runs: list[Run] = []
+        tops: list[dict[Any, Any]] = []
+        for n, side in enumerate(sides):
+            known = dict(zip(scope.jaxpr.constvars, scope.consts, strict=True))
+            known |= {v: pair[n] for v, pair in zip(scope.jaxpr.invars, args, strict=True)}
+            tops.append(known)
+            runs.append(self._program(side, scope, halves, known, once))
+        stops = [_next(run) for run in runs]
+        me = 0
+        while any(stop.why != "end" for stop in stops):
+            if all(stop.why == "call" for stop in stops):
+                results = self._call(stops)
+                stops = [_next(run, [r[n] for r in results]) for n, run in enumerate(runs)]
+                me = 0
+                continue
+            other = 1 - me
+            message = stops[other] if stops[other].why == "leave" else None
+            if stops[me].why == "enter":
+                stops[me] = _next(runs[me])
+            if message:
+                assert message.frame is not None
+                (parts,) = message.arrays
+                total = self._placer.total(message.frame.scope, message.equation, parts)
+                stops[other] = _next(runs[other], total)
+            if any(stop.why != "end" for stop in stops):
+                _barrier(sides, stops)
+            me = other
+        return list(zip(stops[0].arrays, stops[1].arrays, strict=True)), tops
+
+    def _program(
+        self, side: Side, scope: Scope, halves: Halves, known: dict[Any, Any], once: Once
+    ) -> Run:
+        """One half's way through a program; what mixes the batch is left out."""
+        frame = Frame(scope, halves, known, _last_use(scope))
+        gathered: dict[Any, Any] = {}
+        side.frames.append(frame)
+        for position, equation in enumerate(scope.jaxpr.eqns):
+            frame.position = position
+            if position in halves.mixing:
+                continue
+            if position in halves.shared:
+                if position not in once.results:
+                    self._placer.step(scope, position, known, gathered)
+                    once.results[position] = [known[var] for var in equation.outvars]
+                known.update(zip(equation.outvars, once.results[position], strict=True))
+                continue
+            row = PRIMITIVES.get(equation.primitive.name)
+            again = row and row.again
+            if again is inline and position in scope.calls:
+                inner = scope.calls[position][0]
+                own = dict(zip(inner.jaxpr.constvars, inner.consts, strict=True))
+                given = [_of(var, known) for var in equation.invars]
+                own |= dict(zip(inner.jaxpr.invars, given, strict=True))
+                below = once.inside.setdefault(position, Once())
+                results = yield from self._program(side, inner, halves.calls[position], own, below)
+                self._placer.put(scope, equation, results, known)
+            elif again in (checkpoint, scan) and position in scope.calls:
+                given = [_joined(_of(var, known)) for var in equation.invars]
+                results = yield Stop("call", given, frame, equation)
+                self._placer.put(scope, equation, results, known)
+            elif product := self._placer.apart(scope, equation):
+                yield from self._product(side, frame, equation, product)
+            else:
+                self._placer.step(scope, position, known, gathered)
+        side.frames.pop()
+        if halves.mixing:
+            outputs = [_of(v, known) if _has(v, known) else None for v in scope.jaxpr.outvars]
+        else:
+            outputs = [_of(var, known) for var in scope.jaxpr.outvars]
+        return outputs
+
+    def _product(
+        self, side: Side, frame: Frame, equation: Any, product: Product
+    ) -> Generator[Stop, Any, None]:
+        placer, known = self._placer, frame.known
+        var, weight = equation.invars[1 - product.weight], equation.invars[product.weight]
+        w = placer.place_parts(product.parts(_joined(known[weight])), product.split)
+        if product.is_row:
+            parts = placer.place_parts(product.row(_joined(known[var]), w), 0)
+            side.entered = False
+            result = yield Stop("leave", [parts], frame, equation)
+        else:
+            if var not in frame.copies:
+                x = _joined(known[var])
+                frame.copies[var] = placer.copies(frame.scope, var, x)
+                if not side.entered:
+                    side.entered = True
+                    yield Stop("enter", [])
+            result = product.column(frame.copies[var], w)
+        placer.put(frame.scope, equation, [result], known)
+
+    def _call(self, stops: Sequence[Stop]) -> list[Pair]:
+        """The results of an equation that both halves enter together."""
+        frame, equation = stops[0].frame, stops[0].equation
+        assert frame is not None
+        inner, halves = frame.scope.calls[frame.position][0], frame.halves.calls[frame.position]
+        lies = [frame.halves.where(var) for var in equation.invars]
+        given = [
+            (a, b) if where else (a,)
+            for a, b, where in zip(stops[0].arrays, stops[1].arrays, lies, strict=True)
+        ]
+        if equation.primitive.name == "scan":
+            return self._scan(equation, inner, halves, given)
+        params = equation.params
+        run = functools.partial(self._body, inner, halves)
+        again = jax.checkpoint(run, policy=params["policy"], prevent_cse=params["prevent_cse"])
+        return [_pair(one) for one in again(*given)]
+
+    def _body(self, scope: Scope, halves: Halves, *given: Any) -> list[Any]:
+        """The outputs, of one array where the batch does not lie in them."""
+        results, _ = self.both(scope, halves, [_pair(one) for one in given])
+        outs = scope.jaxpr.outvars
+        return [
+            pair if halves.where(v) else pair[:1] for v, pair in zip(outs, results, strict=True)
+        ]
+
+    def _scan(
+        self, equation: Any, inner: Scope, halves: Halves, given: Sequence[Any]
+    ) -> list[Pair]:
+        def same_rank(outer: Any, inside: Any) -> list[bool]:
+            pairs = zip(outer, inside, strict=True)
+            return [o.aval.ndim == i.aval.ndim for o, i in pairs]
+
+        params = equation.params
+        first = len(given) - same_rank(equation.invars, inner.jaxpr.invars).count(False)
+        num_carry = same_rank(equation.outvars, inner.jaxpr.outvars).count(True)
+        consts, init = given[: first - num_carry], given[first - num_carry : first]
+
+        def step(carry: Any, row: Any) -> tuple[Any, Any]:
+            out = self._body(inner, halves, *consts, *carry, *row)
+            return out[:num_carry], out[num_carry:]
+
+        kept = {name: params[name] for name in ("length", "reverse", "unroll")}
+        carry, rows = jax.lax.scan(step, list(init), list(given[first:]), **kept)
+        return [_pair(one) for one in (*carry, *rows)]
+
+
+def half_of(x: Any, half: int) -> Any:
+    """Every other row, so that each half lies on all replicas."""
+    return x.reshape(-1, 2, *x.shape[1:])[:, half]
+
+
+def whole_of(pair: Pair, lies: Lies | None, spread: Callable[[Any, int], Any]) -> Any:
+    """The array of all rows that two halves are of.
+
+    Args:
+        pair: Both halves.
+        lies: Where the batch lies.
+        spread: Shards a dim of an array along the batch axes, so that nothing moves.
+    """
+    if lies is None:
+        return pair[0]
+    dim = lies.dim
+
+    def by_row(x: Any) -> Any:
+        rest = x.shape[dim + 1 :]
+        x = x.reshape(*x.shape[:dim], x.shape[dim] // lies.inner, 1, lies.inner, *rest)
+        return spread(x, dim)
+
+    one, two = map(_joined, pair)
+    one_row, two_row = by_row(one), by_row(two)
+    # A choice for each element: of a concatenation XLA exchanges rows between devices.
+    is_second = jnp.arange(2).reshape(2, *[1] * (one_row.ndim - dim - 2)) == 1
+    is_second = is_second.reshape(*[1] * (dim + 1), *is_second.shape)
+    both = jnp.where(is_second, two_row, one_row)
+    shape = (*one.shape[:dim], 2 * one.shape[dim], *one.shape[dim + 1 :])
+    return spread(spread(both, dim).reshape(shape), dim)
+
+
+def _next(run: Run, value: Any = None) -> Stop:
+    try:
+        return run.send(value)
+    except StopIteration as end:
+        return Stop("end", end.value)
+
+
+def _barrier(sides: Sequence[Side], stops: Sequence[Stop]) -> None:
+    """Everything alive of both halves waits for all of it."""
+    places: list[tuple[Any, Any]] = []
+    for side, stop in zip(sides, stops, strict=True):
+        for frame in side.frames:
+            for var in frame.known:
+                alive = frame.last_use.get(var, -1) > frame.position
+                if alive and frame.halves.where(var):
+                    places.append((frame.known, var))
+            places += [
+                (frame.copies, v) for v in frame.copies if frame.last_use[v] >= frame.position
+            ]
+        places += [(stop.arrays, n) for n in range(len(stop.arrays))]
+    arrays: dict[int, Any] = {}
+    for holder, key in places:
+        for x in jax.tree.leaves(holder[key]):
+            if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.inexact):
+                arrays[id(x)] = x
+    if not arrays:
+        return
+    behind = dict(zip(arrays, jax.lax.optimization_barrier(list(arrays.values())), strict=True))
+    for holder, key in places:
+        if id(holder[key]) in behind:
+            holder[key] = behind[id(holder[key])]
+
+
+def _last_use(scope: Scope) -> dict[Any, int]:
+    found: dict[Any, int] = {}
+    for position, equation in enumerate(scope.jaxpr.eqns):
+        found |= {v: position for v in equation.invars if not hasattr(v, "val")}
+    last = len(scope.jaxpr.eqns)
+    return found | {v: last for v in scope.jaxpr.outvars if not hasattr(v, "val")}
+
+
+def _of(var: Any, known: Mapping[Any, Any]) -> Any:
+    return var.val if hasattr(var, "val") else known[var]
+
+
+def _has(var: Any, known: Mapping[Any, Any]) -> bool:
+    return hasattr(var, "val") or var in known
+
+
+def _joined(x: Any) -> Any:
+    return x.joined() if isinstance(x, Pieces) else x
+
+
+def _pair(one: Sequence[Any]) -> Pair:
+    return (one[0], one[-1])

@@ -1,0 +1,405 @@
+"""Which equations of a traced function give the same on half of the batch.
+
+The function is traced on the whole batch and on half of it. Where both jaxprs have the same
+equations, a dim that is half as long in one of them is where the batch lies, and an equation that
+treats every row of it alone gives for half of the rows half of its results. Whatever is not known
+to do that *mixes* the batch.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import Jaxpr, Literal
+
+from jaxtp.rules.jaxpr.primitives import PRIMITIVES
+from jaxtp.rules.jaxpr.reentry import checkpoint, custom_jvp, custom_vjp, inline, scan
+from jaxtp.rules.jaxpr.walk import bare, where
+
+ELEMENTWISE = frozenset(
+    [
+        *("abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2"),
+        *("atanh", "cbrt", "ceil", "clamp", "convert_element_type", "copy", "cos", "cosh"),
+        *("digamma", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor"),
+        *("ge", "gt", "imag", "integer_pow", "is_finite", "le", "lgamma", "log", "log1p"),
+        *("logistic", "lt", "max", "min", "mul", "name", "ne", "neg", "nextafter", "not"),
+        *("optimization_barrier", "or", "pow", "real", "reduce_precision", "rem", "round"),
+        *("rsqrt", "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical"),
+        *("sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor"),
+    ]
+)
+"""Primitives that work position by position."""
+
+
+UNKNOWN = "an unknown line"
+
+SIZES = ("shape", "new_sizes", "start_indices", "limit_indices", "slice_sizes", "sharding")
+"""Parameters of equations that hold sizes; the rules look at them."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Lies:
+    """Where the batch lies in an array: it leads in this dim.
+
+    Attributes:
+        dim: Which.
+        inner: Elements of the dim for each row of the batch.
+    """
+
+    dim: int
+    inner: int = 1
+
+
+class MixesBatch(Exception):
+    """An equation inside of a program mixes the batch; carries the reason."""
+
+
+@dataclasses.dataclass(eq=False)
+class Halves:
+    """One jaxpr on half of the batch, beside the same on the whole.
+
+    Attributes:
+        half: On half.
+        whole: On the whole.
+        lies: Variable of `half` -> where the batch lies; absent where it does not.
+        mixing: Positions of equations that have to run on the whole batch -> why, "" for those that
+            only depend on others.
+        shared: Positions that have nothing of the batch and run once.
+        calls: Position -> the program inside.
+    """
+
+    half: Jaxpr
+    whole: Jaxpr
+    lies: dict[Any, Lies] = dataclasses.field(default_factory=dict)
+    mixing: dict[int, str] = dataclasses.field(default_factory=dict)
+    shared: set[int] = dataclasses.field(default_factory=set)
+    calls: dict[int, "Halves"] = dataclasses.field(default_factory=dict)
+
+    def where(self, var: Any) -> Lies | None:
+        """Where the batch lies in a variable."""
+        return None if isinstance(var, Literal) else self.lies.get(var)
+
+
+def compare(
+    half: Any, whole: Any, inputs: Sequence[Lies | None], rows: int, *, inside: bool = False
+) -> Halves:
+    """What of a function can run on halves of the batch.
+
+    Args:
+        half: Its jaxpr on `rows / 2` rows.
+        whole: Its jaxpr on `rows`.
+        inputs: Where the batch lies in each input.
+        rows: Of the whole batch.
+        inside: Whether this is the program of an equation, which runs in one piece.
+
+    Raises:
+        MixesBatch: If the jaxprs differ in more than sizes; if `inside`, also where one equation
+            mixes the batch.
+    """
+    found = Halves(bare(half), bare(whole))
+    if len(found.half.eqns) != len(found.whole.eqns):
+        raise MixesBatch("another program on half of the batch")
+    _same_consts(half, whole)
+    pairs = zip(found.half.invars, inputs, strict=True)
+    found.lies |= {var: lies for var, lies in pairs if lies}
+    late: set[Any] = set()
+    for position, (one, two) in enumerate(zip(found.half.eqns, found.whole.eqns, strict=True)):
+        if any(not isinstance(v, Literal) and v in late for v in one.invars):
+            found.mixing[position] = ""
+            late |= set(one.outvars)
+            continue
+        try:
+            _equation(found, position, one, two, rows)
+        except MixesBatch as error:
+            reason, line = str(error), where(one) or UNKNOWN
+            if reason.startswith("`"):  # from a program inside, which may be one of JAX's own
+                reason = reason.replace(UNKNOWN, line)
+            else:
+                reason = f"`{one.primitive.name}` at {line}: {reason}"
+            if inside:
+                raise MixesBatch(reason) from None
+            found.mixing[position] = reason
+            late |= set(one.outvars)
+    return found
+
+
+def _same_consts(half: Any, whole: Any) -> None:
+    ours, theirs = getattr(half, "consts", ()), getattr(whole, "consts", ())
+    for one, two in zip(ours, theirs, strict=True):
+        if one is two:
+            continue
+        if np.shape(one) != np.shape(two) or any(
+            isinstance(x, jax.core.Tracer) for x in (one, two)
+        ):
+            raise MixesBatch("a constant that is another on half of the batch")
+        if not np.array_equal(np.asarray(one), np.asarray(two)):
+            raise MixesBatch("a constant that is another on half of the batch")
+
+
+def _equation(found: Halves, position: int, one: Any, two: Any, rows: int) -> None:
+    """Learns where the batch lies in the results of an equation."""
+    name = one.primitive.name
+    if name != two.primitive.name:
+        raise MixesBatch("another equation on half of the batch")
+    for a, b in zip(one.invars, two.invars, strict=True):
+        both = isinstance(a, Literal), isinstance(b, Literal)
+        if both[0] != both[1] or (all(both) and not np.array_equal(a.val, b.val)):
+            raise MixesBatch("a number that depends on the size of the batch")
+    operands = [found.where(var) for var in one.invars]
+    dims = [_halved(a.aval, b.aval) for a, b in zip(one.outvars, two.outvars, strict=True)]
+    row = PRIMITIVES.get(name)
+    again = row and row.again
+    enters = again in (inline, checkpoint, scan, custom_jvp, custom_vjp)
+    is_shared = not any(operands) and all(dim is None for dim in dims)
+    _same_params(one.params, two.params, () if is_shared else SIZES, enters=enters)
+    if is_shared:
+        if enters:
+            _call(found, position, one, two, operands, rows)
+        found.shared.add(position)
+        return
+    if enters:
+        results = _call(found, position, one, two, operands, rows)
+    else:
+        results = _rule(name, one, two, operands, dims, rows)
+    for var, other, dim, lies in zip(one.outvars, two.outvars, dims, results, strict=True):
+        if (lies.dim if lies else None) != dim:
+            raise MixesBatch("rows of the batch meet")
+        if lies:
+            if other.aval.shape[lies.dim] != rows * lies.inner:
+                raise MixesBatch("the batch does not lead in its dim")
+            found.lies[var] = lies
+
+
+def _same_params(one: Any, two: Any, sizes: Sequence[str], *, enters: bool) -> None:
+    """Nothing in an equation but sizes may depend on the size of the batch."""
+    if enters:  # the program inside is compared by itself; functions have no equality
+        one, two = ({k: p.get(k) for k in ("length", "reverse")} for p in (one, two))
+    if any(str(one[key]) != str(two[key]) for key in one if key not in sizes):
+        raise MixesBatch("a parameter that depends on the size of the batch")
+
+
+def _halved(half: Any, whole: Any) -> int | None:
+    """The dim that is half as long."""
+    shapes = getattr(half, "shape", ()), getattr(whole, "shape", ())
+    if len(shapes[0]) != len(shapes[1]):
+        raise MixesBatch("another rank on half of the batch")
+    dims = [d for d, (a, b) in enumerate(zip(*shapes, strict=True)) if a != b]
+    if len(dims) > 1 or any(2 * shapes[0][d] != shapes[1][d] for d in dims):
+        raise MixesBatch("several dims depend on the size of the batch")
+    return dims[0] if dims else None
+
+
+def _call(
+    found: Halves, position: int, one: Any, two: Any, operands: list[Lies | None], rows: int
+) -> list[Lies | None]:
+    """An equation that holds a program."""
+    inner = [_program(eqn) for eqn in (one, two)]
+    given = operands
+    is_scan = one.primitive.name == "scan"
+    if is_scan:
+        given = [_row(lies, outer, v) for lies, outer, v in _zip(operands, one.invars, inner[0])]
+    body = compare(inner[0], inner[1], given, rows, inside=True)
+    found.calls[position] = body
+    results = [body.where(var) for var in body.half.outvars]
+    if not is_scan:
+        return results
+    num_carry = sum(
+        o.aval.ndim == i.aval.ndim for o, i in zip(one.outvars, body.half.outvars, strict=True)
+    )
+    num_rows = sum(
+        o.aval.ndim != i.aval.ndim for o, i in zip(one.invars, body.half.invars, strict=True)
+    )
+    first = len(operands) - num_rows - num_carry
+    if results[:num_carry] != given[first : first + num_carry]:
+        raise MixesBatch("the batch moves from one turn of the loop to the next")
+    return [
+        lies and Lies(lies.dim + (n >= num_carry), lies.inner) for n, lies in enumerate(results)
+    ]
+
+
+def _zip(operands: Any, outer: Any, inner: Any) -> Any:
+    return zip(operands, outer, bare(inner).invars, strict=True)
+
+
+def _row(lies: Lies | None, outer: Any, inner: Any) -> Lies | None:
+    if lies is None or outer.aval.ndim == inner.aval.ndim:
+        return lies
+    if lies.dim == 0:
+        raise MixesBatch("a loop over the batch")
+    return Lies(lies.dim - 1, lies.inner)
+
+
+def _program(equation: Any) -> Any:
+    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+        if key in equation.params:
+            return equation.params[key]
+    raise MixesBatch("its program is not known")
+
+
+def _rule(
+    name: str, one: Any, two: Any, operands: list[Lies | None], dims: list[int | None], rows: int
+) -> list[Lies | None]:
+    if name in ELEMENTWISE:
+        return _alike(two, operands)
+    if name in RULES:
+        return [RULES[name](one, two, operands, dims[0], rows)] * len(one.outvars)
+    if name.startswith("dot_product_attention"):
+        if any(lies not in (None, Lies(0)) for lies in operands):
+            raise MixesBatch("the batch does not lead")
+        return [None if dim is None else Lies(0) for dim in dims]
+    raise MixesBatch("not known to treat rows alone")
+
+
+def _alike(whole: Any, operands: list[Lies | None]) -> list[Lies | None]:
+    """Position by position; `optimization_barrier` has as many results as operands."""
+    if whole.primitive.name == "optimization_barrier":
+        return list(operands)
+    (known,) = found if len(found := {lies for lies in operands if lies}) == 1 else (None,)
+    if known is None:
+        raise MixesBatch("rows of the batch meet others")
+    for lies, var in zip(operands, whole.invars, strict=True):
+        # What is one row, or none, is the same for all.
+        if not lies and var.aval.ndim and var.aval.shape[known.dim] != 1:
+            raise MixesBatch("rows of the batch meet others")
+    return [known]
+
+
+def _only(operands: list[Lies | None]) -> Lies | None:
+    if any(operands[1:]):
+        raise MixesBatch("positions that depend on the batch")
+    return operands[0]
+
+
+def _outside(key: str) -> Callable[..., Lies | None]:
+    """The dim of the batch is not among those that an equation works along."""
+
+    def rule(one: Any, _two: Any, operands: list[Lies | None], _d: Any, _rows: int) -> Any:
+        axes = np.atleast_1d(one.params[key])
+        known = {o for o, v in zip(operands, one.invars, strict=True) if o or v.aval.ndim}
+        if len(known) != 1 or (lies := next(iter(known))) is None or lies.dim in axes:
+            raise MixesBatch("rows of the batch meet")
+        gone = one.primitive.name.startswith(("reduce", "arg", "squeeze"))
+        return Lies(lies.dim - sum(int(a) < lies.dim for a in axes) * gone, lies.inner)
+
+    return rule
+
+
+def _reshape(one: Any, two: Any, operands: list[Lies | None], dim: int | None, rows: int) -> Any:
+    lies = operands[0]
+    if lies is None or dim is None or one.params.get("dimensions") is not None:
+        raise MixesBatch("rows of the batch meet")
+    before, after = two.invars[0].aval.shape, two.outvars[0].aval.shape
+    stride = lies.inner * math.prod(before[lies.dim + 1 :])
+    inner, rest = divmod(stride, math.prod(after[dim + 1 :]))
+    if rest or not inner or after[dim] != rows * inner:
+        raise MixesBatch("the batch does not lead in its dim")
+    return Lies(dim, inner)
+
+
+def _broadcast(one: Any, two: Any, operands: list[Lies | None], dim: int | None, _rows: int) -> Any:
+    lies = operands[0]
+    if lies is None:
+        along = one.params["broadcast_dimensions"]
+        if dim in along and two.invars[0].aval.shape[along.index(dim)] != 1:
+            raise MixesBatch("rows of the batch meet others")
+        return None if dim is None else Lies(dim, two.outvars[0].aval.shape[dim] // _rows)
+    return Lies(one.params["broadcast_dimensions"][lies.dim], lies.inner)
+
+
+def _iota(one: Any, two: Any, _operands: Any, dim: int | None, rows: int) -> Any:
+    if dim == one.params["dimension"] or dim is None:
+        raise MixesBatch("rows are numbered")
+    return Lies(dim, two.outvars[0].aval.shape[dim] // rows)
+
+
+def _transpose(one: Any, _two: Any, operands: list[Lies | None], _dim: Any, _rows: int) -> Any:
+    lies = operands[0]
+    return lies and Lies(tuple(one.params["permutation"]).index(lies.dim), lies.inner)
+
+
+def _dot(one: Any, _two: Any, operands: list[Lies | None], _dim: Any, _rows: int) -> Any:
+    summed, batch = one.params["dimension_numbers"]
+    found: list[Lies] = []
+    frees = [
+        [d for d in range(v.aval.ndim) if d not in summed[i] and d not in batch[i]]
+        for i, v in enumerate(one.invars)
+    ]
+    for side, lies in enumerate(operands):
+        if lies is None:
+            continue
+        if lies.dim in summed[side]:
+            raise MixesBatch("a sum over the batch")
+        if lies.dim in batch[side]:
+            place = tuple(batch[side]).index(lies.dim)
+            other = operands[1 - side]
+            if other is None or other.inner != lies.inner or batch[1 - side][place] != other.dim:
+                raise MixesBatch("rows of the batch meet others")
+            found.append(Lies(place, lies.inner))
+        else:
+            place = len(batch[0]) + side * len(frees[0]) + frees[side].index(lies.dim)
+            found.append(Lies(place, lies.inner))
+    if len(set(found)) != 1:
+        raise MixesBatch("rows of the batch meet")
+    return found[0]
+
+
+def _gather(one: Any, two: Any, operands: list[Lies | None], dim: int | None, _rows: int) -> Any:
+    numbers, (table, index) = one.params["dimension_numbers"], operands
+    batching = tuple(getattr(numbers, "operand_batching_dims", ()))
+    if index is None or dim is None or dim in numbers.offset_dims:
+        raise MixesBatch("rows of the batch are picked")
+    if one.params["slice_sizes"] != two.params["slice_sizes"]:
+        raise MixesBatch("rows of the batch are picked")
+    if table is not None:
+        own = tuple(numbers.start_indices_batching_dims)
+        if table.dim not in batching or own[batching.index(table.dim)] != index.dim:
+            raise MixesBatch("rows of the batch are picked")
+        if table.inner != index.inner:
+            raise MixesBatch("rows of the batch are picked")
+    rest = [d for d in range(one.outvars[0].aval.ndim) if d not in numbers.offset_dims]
+    return Lies(rest[index.dim], index.inner)  # the index vector is the last dim
+
+
+def _slice(one: Any, two: Any, operands: list[Lies | None], _dim: Any, _rows: int) -> Any:
+    lies = _only(operands)
+    if lies is None:
+        raise MixesBatch("rows of the batch are picked")
+    taken, steps = one.outvars[0].aval.shape[lies.dim], one.params.get("strides")
+    if taken != one.invars[0].aval.shape[lies.dim] or (steps and steps[lies.dim] != 1):
+        raise MixesBatch("rows of the batch are picked")
+    starts = [list(eqn.params.get("start_indices", ())) for eqn in (one, two)]
+    if any(a != b for a, b in zip(*starts, strict=True)):
+        raise MixesBatch("a parameter that depends on the size of the batch")
+    return lies
+
+
+def _pad(one: Any, _two: Any, operands: list[Lies | None], _dim: Any, _rows: int) -> Any:
+    lies = _only(operands)
+    if lies is None or any(one.params["padding_config"][lies.dim]):
+        raise MixesBatch("rows are added to the batch")
+    return lies
+
+
+_KEYS = {
+    "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin": "axes",
+    "cumsum cumprod cummax cummin cumlogsumexp split": "axis",
+    "squeeze rev": "dimensions",
+    "concatenate sort": "dimension",
+}
+
+RULES: Mapping[str, Callable[..., Lies | None]] = {
+    **{name: _outside(key) for names, key in _KEYS.items() for name in names.split()},
+    "reshape": _reshape,
+    "broadcast_in_dim": _broadcast,
+    "iota": _iota,
+    "transpose": _transpose,
+    "dot_general": _dot,
+    "gather": _gather,
+    "slice": _slice,
+    "dynamic_slice": _slice,
+    "pad": _pad,
+}
+"""Primitive -> where the batch lies in its results; raises `MixesBatch`."""

@@ -1,0 +1,176 @@
+"""Anybody's model on two halves of the batch in turns: the numbers of the plain function."""
+
+import functools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from rounding import assert_close
+from test_by_dataflow import INNER, WIDTH, Block, Model
+
+import jaxtp
+from jaxtp.activations.by_dataflow import parallelize
+from jaxtp.errors import BadOption
+
+BATCH, TOKENS = 8, 6
+
+
+def barriers(fn, *args):
+    return str(jax.make_jaxpr(fn)(*args)).count("optimization_barrier")
+
+
+def with_loss(model, params, ids):
+    logits = model.apply(params, ids)
+    picked = jnp.take_along_axis(jax.nn.log_softmax(logits, -1), ids[..., None], -1)
+    return -picked.mean()
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_scanned_with_a_loss_inside(remat):
+    model = Model(Block(), remat=remat)
+    ids = jax.random.randint(jax.random.key(1), (BATCH, TOKENS), 0, 1024)
+    params = model.init(jax.random.key(0), ids)
+    loss = functools.partial(with_loss, model)
+    mesh = jaxtp.make_mesh(dp=2, tp=4)
+    plan = jaxtp.make_plan(params, mesh, fn=model.apply, inputs=(ids,))
+    placed = parallelize(loss, plan, mesh, overlap="aggressive")
+    assert barriers(placed, params, ids) > 4
+    want = jax.jit(jax.value_and_grad(loss))(params, ids)
+    given = jaxtp.shard(params, mesh, plan=plan), jaxtp.shard_batch(ids, mesh)
+    got = jax.jit(jax.value_and_grad(placed))(*given)
+    assert_close(jax.tree.leaves(got), jax.tree.leaves(want), BATCH * TOKENS * INNER)
+
+
+class Layer(nnx.Module):
+    def __init__(self, rngs):
+        self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
+        self.up, self.down = (
+            nnx.Linear(WIDTH, INNER, rngs=rngs),
+            nnx.Linear(INNER, WIDTH, rngs=rngs),
+        )
+
+    def __call__(self, x):
+        return x + self.down(nnx.gelu(self.up(self.norm(x))))
+
+
+class Unrolled(nnx.Module):
+    """Layers one after the other; what a child does between them is its own."""
+
+    def __init__(self, rngs, num_layers=3):
+        self.layers = nnx.List([Layer(rngs) for _ in range(num_layers)])
+
+    def between(self, x):
+        return x
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = self.between(layer(x))
+        return x
+
+
+class Centred(Unrolled):
+    def between(self, x):
+        return x - x.mean(0, keepdims=True)
+
+
+class Numbered(Unrolled):
+    def between(self, x):
+        return x + jnp.arange(x.shape[0], dtype=x.dtype)[:, None, None] / WIDTH
+
+
+class Scaled(Unrolled):
+    def between(self, x):
+        return x / x.shape[0]
+
+
+class Turned(Unrolled):
+    def between(self, x):
+        return jnp.roll(x, 1, axis=0)
+
+
+class Noisy(Unrolled):
+    def between(self, x):
+        return x + jax.random.normal(jax.random.key(0), x.shape)
+
+
+class Shifted(Unrolled):
+    def between(self, x):
+        rows = x.shape[0]
+        return x.at[..., :4].add(jax.lax.slice_in_dim(x, rows, rows + 4, axis=2))
+
+
+def run_both(model, x, **sizes):
+    """The loss and its gradient, plain and in halves, and what was said."""
+    mesh = jaxtp.make_mesh(**sizes)
+    plan = jaxtp.make_plan(model, mesh, inputs=(x,))
+    graph, params = nnx.split(model)
+
+    def apply(model, x):
+        return model(x)
+
+    placed = parallelize(apply, plan, mesh, overlap="aggressive")
+
+    def loss(fn):
+        return lambda p, x: (fn(nnx.merge(graph, p), x) ** 2).mean()
+
+    want = jax.jit(jax.value_and_grad(loss(apply)))(params, x)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        got = jax.jit(jax.value_and_grad(loss(placed)))(params, x)
+        number = barriers(loss(placed), params, x)
+    assert_close(jax.tree.leaves(got), jax.tree.leaves(want), BATCH * TOKENS * INNER)
+    return number, [str(one.message) for one in said if "TP073" in str(one.message)]
+
+
+def inputs(rows=BATCH):
+    return jax.random.normal(jax.random.key(3), (rows, TOKENS, WIDTH))
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 8}, {"dp": 2, "tp": 4}], ids=str)
+def test_unrolled_with_the_loss_outside(sizes):
+    number, said = run_both(Unrolled(nnx.Rngs(0)), inputs(), **sizes)
+    assert number >= 6
+    assert not said
+
+
+@pytest.mark.parametrize("kind", [Centred, Numbered, Scaled, Turned, Noisy, Shifted])
+def test_what_mixes_the_batch_runs_on_all_of_it(kind):
+    number, said = run_both(kind(nnx.Rngs(0)), inputs(), tp=8)
+    assert number < 6
+    assert f"({kind.__name__}.between)" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("rows", "sizes", "why"),
+    [
+        (6, {"dp": 2, "tp": 4}, "6 sequences on 2 replicas"),
+        (8, {"fsdp": 2, "tp": 4}, "sharded over fsdp"),
+    ],
+)
+def test_what_cannot_be_halved_is_said(rows, sizes, why):
+    number, said = run_both(Unrolled(nnx.Rngs(0)), inputs(rows), **sizes)
+    assert number == 0
+    assert why in said[0]
+
+
+def test_outputs_come_back_in_order():
+    """Rows merged with tokens, rows not first, and what has no rows."""
+    params = {"up": jnp.ones((WIDTH, INNER)), "down": jnp.ones((INNER, WIDTH)) / INNER}
+
+    def fn(params, x):
+        y = x + jax.nn.relu(x @ params["up"]) @ params["down"]
+        return y.reshape(-1, WIDTH), y.swapaxes(0, 1), params["up"].sum(), (y**2).sum(0)
+
+    x = inputs()
+    mesh = jaxtp.make_mesh(dp=2, tp=4)
+    plan = jaxtp.make_plan(params, mesh, fn=fn, inputs=(x,))
+    placed = jax.jit(parallelize(fn, plan, mesh, overlap="aggressive"))
+    assert_close(placed(params, x), fn(params, x), INNER)
+    assert barriers(placed, params, x)
+
+
+def test_overlap_has_two_values():
+    with pytest.raises(BadOption, match="TP110"):
+        parallelize(lambda p, x: x, None, overlap="on")
