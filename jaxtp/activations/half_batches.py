@@ -172,7 +172,7 @@ def _check(halves: Halves, scope: Scope) -> None:
     reasons = list(dict.fromkeys(filter(None, halves.mixing.values())))
     error = NotInterleaved(
         f"rows of the batch meet in {join(reasons, 3)}",
-        fix="what follows runs on the whole batch",
+        fix="what follows runs on all of the batch",
     )
     if behind <= set(halves.mixing):
         raise error

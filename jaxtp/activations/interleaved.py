@@ -20,7 +20,7 @@ from jaxtp.activations.fused_products import Pieces
 from jaxtp.activations.sums_apart import Product
 from jaxtp.rules.jaxpr.halves import Halves, Lies
 from jaxtp.rules.jaxpr.primitives import PRIMITIVES
-from jaxtp.rules.jaxpr.reentry import checkpoint, inline, scan
+from jaxtp.rules.jaxpr.reentry import checkpoint, inline, same_rank, scan
 from jaxtp.rules.jaxpr.walk import Scope
 
 Pair = tuple[Any, Any]
@@ -243,10 +243,6 @@ class Turns:
     def _scan(
         self, equation: Any, inner: Scope, halves: Halves, given: Sequence[Any]
     ) -> list[Pair]:
-        def same_rank(outer: Any, inside: Any) -> list[bool]:
-            pairs = zip(outer, inside, strict=True)
-            return [o.aval.ndim == i.aval.ndim for o, i in pairs]
-
         params = equation.params
         first = len(given) - same_rank(equation.invars, inner.jaxpr.invars).count(False)
         num_carry = same_rank(equation.outvars, inner.jaxpr.outvars).count(True)

@@ -16,7 +16,7 @@ import numpy as np
 from jax.extend.core import Jaxpr, Literal
 
 from jaxtp.rules.jaxpr.primitives import PRIMITIVES
-from jaxtp.rules.jaxpr.reentry import checkpoint, custom_jvp, custom_vjp, inline, scan
+from jaxtp.rules.jaxpr.reentry import checkpoint, custom_jvp, custom_vjp, inline, same_rank, scan
 from jaxtp.rules.jaxpr.walk import bare, where
 
 ELEMENTWISE = frozenset(
@@ -129,13 +129,11 @@ def compare(
 def _same_consts(half: Any, whole: Any) -> None:
     ours, theirs = getattr(half, "consts", ()), getattr(whole, "consts", ())
     for one, two in zip(ours, theirs, strict=True):
-        if one is two:
-            continue
-        if np.shape(one) != np.shape(two) or any(
-            isinstance(x, jax.core.Tracer) for x in (one, two)
-        ):
-            raise MixesBatch("a constant that is another on half of the batch")
-        if not np.array_equal(np.asarray(one), np.asarray(two)):
+        try:
+            same = one is two or np.array_equal(np.asarray(one), np.asarray(two))
+        except TypeError:  # a tracer, or random keys
+            same = False
+        if not same:
             raise MixesBatch("a constant that is another on half of the batch")
 
 
@@ -206,12 +204,8 @@ def _call(
     results = [body.where(var) for var in body.half.outvars]
     if not is_scan:
         return results
-    num_carry = sum(
-        o.aval.ndim == i.aval.ndim for o, i in zip(one.outvars, body.half.outvars, strict=True)
-    )
-    num_rows = sum(
-        o.aval.ndim != i.aval.ndim for o, i in zip(one.invars, body.half.invars, strict=True)
-    )
+    num_carry = same_rank(one.outvars, body.half.outvars).count(True)
+    num_rows = same_rank(one.invars, body.half.invars).count(False)
     first = len(operands) - num_rows - num_carry
     if results[:num_carry] != given[first : first + num_carry]:
         raise MixesBatch("the batch moves from one turn of the loop to the next")
@@ -281,8 +275,9 @@ def _outside(key: str) -> Callable[..., Lies | None]:
         known = {o for o, v in zip(operands, one.invars, strict=True) if o or v.aval.ndim}
         if len(known) != 1 or (lies := next(iter(known))) is None or lies.dim in axes:
             raise MixesBatch("rows of the batch meet")
-        gone = one.primitive.name.startswith(("reduce", "arg", "squeeze"))
-        return Lies(lies.dim - sum(int(a) < lies.dim for a in axes) * gone, lies.inner)
+        is_gone = one.primitive.name.startswith(("reduce", "arg", "squeeze"))
+        lost = [axis for axis in axes if axis < lies.dim] if is_gone else []
+        return Lies(lies.dim - len(lost), lies.inner)
 
     return rule
 
@@ -347,8 +342,9 @@ def _dot(one: Any, _two: Any, operands: list[Lies | None], _dim: Any, _rows: int
 
 
 def _gather(one: Any, two: Any, operands: list[Lies | None], dim: int | None, _rows: int) -> Any:
-    numbers, (table, index) = one.params["dimension_numbers"], operands
-    batching = tuple(getattr(numbers, "operand_batching_dims", ()))
+    numbers: jax.lax.GatherDimensionNumbers = one.params["dimension_numbers"]
+    table, index = operands
+    batching: tuple[int, ...] = tuple(numbers.operand_batching_dims)
     if index is None or dim is None or dim in numbers.offset_dims:
         raise MixesBatch("rows of the batch are picked")
     if one.params["slice_sizes"] != two.params["slice_sizes"]:

@@ -71,8 +71,8 @@ def scan(call: Call, operands: list[Any]) -> list[Any]:
     """`lax.scan`; which operands are carried shows in the ranks, under any version of JAX."""
     params, body = call.equation.params, getattr(call.equation.params["jaxpr"], "jaxpr", None)
     body = params["jaxpr"] if body is None else body
-    num_rows = _same_rank(call.equation.invars, body.invars).count(False)
-    num_carry = _same_rank(call.equation.outvars, body.outvars).count(True)
+    num_rows = same_rank(call.equation.invars, body.invars).count(False)
+    num_carry = same_rank(call.equation.outvars, body.outvars).count(True)
     first = len(operands) - num_rows
     consts, init = operands[: first - num_carry], operands[first - num_carry : first]
 
@@ -85,7 +85,8 @@ def scan(call: Call, operands: list[Any]) -> list[Any]:
     return [*carry, *rows]
 
 
-def _same_rank(outer: Sequence[Any], inner: Sequence[Any]) -> list[bool]:
+def same_rank(outer: Sequence[Any], inner: Sequence[Any]) -> list[bool]:
+    """Which operands or results go into the body as they are: a scan's rows lose a dim."""
     return [o.aval.ndim == i.aval.ndim for o, i in zip(outer, inner, strict=True)]
 
 
