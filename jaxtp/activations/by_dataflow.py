@@ -53,7 +53,9 @@ def parallelize(
             by default all devices in order.
         overlap: "aggressive" runs two halves of the batch in turns, so that the all-reduces over
             tp of one half move beside the products of the other, in the derivative too; compile
-            with `jaxtp.compile_options(overlap="aggressive")`. Numbers stay those of `fn`. It
+            with `jaxtp.compile_options(overlap="aggressive")`. It pays where all-reduces are long,
+            as over 8 devices; over fewer, gradients of two halves may cost more than is hidden:
+            `jaxtp.preflight` tells. Numbers stay those of `fn`, up to the order of sums. It
             traces `fn` once more, on half of the batch; from the first equation on that mixes rows
             of the batch (a mean, random numbers) the whole batch runs as with "auto". Needs an even
             number of rows on each replica. Warns with the text of TP073 where nothing, or not all
