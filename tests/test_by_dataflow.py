@@ -16,6 +16,7 @@ from rounding import bound
 import jaxtp
 from jaxtp.activations.by_dataflow import parallelize
 from jaxtp.compile.deviceless import preflight
+from jaxtp.compile.options import compile_options
 from jaxtp.cost.floor import floor_bytes
 from jaxtp.errors import BadMesh, JaxtpWarning
 
@@ -208,7 +209,7 @@ def test_structure_names_and_errors_come_through():
         fn({"v": jnp.ones((8, 8)), "w": params["w"]}, x, scale=1)
 
 
-def compiled(model, *, sequence_parallel):
+def compiled(model, *, sequence_parallel=False, overlap="auto"):
     """The GPU program of loss and gradients on 8 H100, as far as communication goes."""
     tokens = jax.ShapeDtypeStruct((2, 128), jnp.int32)
     params = jax.eval_shape(model.init, jax.random.key(0), tokens)
@@ -218,12 +219,17 @@ def compiled(model, *, sequence_parallel):
     placed = jaxtp.shard(params, mesh, plan=plan)
     places = jax.tree.map(lambda leaf: leaf.sharding, placed)
     own = jax.tree.leaves(places)[0].mesh
-    fn = jax.value_and_grad(loss(parallelize(model.apply, plan, mesh)))
+    fn = jax.value_and_grad(loss(parallelize(model.apply, plan, mesh, overlap=overlap)))
     batch = jax.ShapeDtypeStruct(tokens.shape, tokens.dtype, sharding=NamedSharding(own, P()))
     floor = floor_bytes(size=8, message_bytes=2 * 128 * 512 * 2, layers=3)
     step = jax.jit(fn, out_shardings=(None, places))
     return preflight(
-        step, (placed, batch), target="h100:1x8", tensor_axes=plan.mesh.tp, floor_bytes=floor
+        step,
+        (placed, batch),
+        target="h100:1x8",
+        tensor_axes=plan.mesh.tp,
+        floor_bytes=floor,
+        options=compile_options(overlap=overlap),
     )
 
 

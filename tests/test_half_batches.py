@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 from rounding import assert_close
-from test_by_dataflow import INNER, WIDTH, Block, Model
+from test_by_dataflow import INNER, LARGE, WIDTH, Block, Model, compiled
 
 import jaxtp
 from jaxtp.activations.by_dataflow import parallelize
@@ -27,9 +27,12 @@ def with_loss(model, params, ids):
     return -picked.mean()
 
 
-@pytest.mark.parametrize("remat", [False, True])
-def test_scanned_with_a_loss_inside(remat):
-    model = Model(Block(), remat=remat)
+@pytest.mark.parametrize(
+    "model",
+    [Model(Block()), Model(Block(kv_heads=2), remat=True), Model(Block(fused=True))],
+    ids=["scan", "few-key-heads-remat", "fused"],
+)
+def test_scanned_with_a_loss_inside(model):
     ids = jax.random.randint(jax.random.key(1), (BATCH, TOKENS), 0, 1024)
     params = model.init(jax.random.key(0), ids)
     loss = functools.partial(with_loss, model)
@@ -169,6 +172,38 @@ def test_outputs_come_back_in_order():
     placed = jax.jit(parallelize(fn, plan, mesh, overlap="aggressive"))
     assert_close(placed(params, x), fn(params, x), INNER)
     assert barriers(placed, params, x)
+
+
+def test_halves_compose_with_what_jax_offers():
+    model, x = Unrolled(nnx.Rngs(0)), inputs()
+    mesh = jaxtp.make_mesh(tp=8)
+    plan = jaxtp.make_plan(model, mesh, inputs=(x,))
+    graph, params = nnx.split(model)
+
+    def plain(params, x):
+        return nnx.merge(graph, params)(x)
+
+    placed = parallelize(plain, plan, mesh, overlap="aggressive")
+    want = jax.jit(plain)(params, x)
+    assert_close(jax.jit(jax.checkpoint(placed))(params, x), want, INNER)
+    pairs = jax.jit(jax.vmap(placed, in_axes=(None, 0)))(params, x.reshape(2, 4, TOKENS, WIDTH))
+    assert_close(pairs.reshape(x.shape), want, INNER)
+    pushed = [
+        jax.jit(lambda x, f=f: jax.jvp(f, (params, x), (params, x)))(x) for f in (placed, plain)
+    ]
+    assert_close(*pushed, INNER)
+
+
+def test_the_gpu_program_moves_the_floor_beside_products():
+    model = Model(Block(**LARGE), layers=3)
+    report = compiled(model, overlap="aggressive")
+    assert report.ratio < 1.02
+    large = [row for row in report.collectives if row.num_bytes >= 2**17]
+    assert {row.dtype for row in large} == {"bf16"}
+    # Four messages a layer and pass, of which the last one of a layer may have nobody beside it.
+    in_layers = [row for row in large if row.count >= 3]
+    beside = sum(row.count - row.synchronous for row in in_layers if row.products)
+    assert beside >= 0.75 * sum(row.count for row in in_layers)
 
 
 def test_overlap_has_two_values():

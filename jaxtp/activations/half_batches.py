@@ -47,6 +47,13 @@ class HalfPlacer(Placer):
         fits = bool(x_split) if product.is_row else self.on_stream(x) and not x_split
         return product if fits else None
 
+    def enters(self, scope: Scope, equation: Any) -> bool:
+        """Whether an equation is a product that enters a region, in one piece or several."""
+        value = scope.values.get(equation.outvars[0])
+        if equation.primitive.name not in PRODUCTS or value is None or value.product is None:
+            return False
+        return self.enters_region(value)
+
     def place_parts(self, w: Any, dim: int) -> Any:
         """An array whose dim is the devices."""
         entries = [self.plan.mesh.tp if d == dim else FREE for d in range(w.ndim)]

@@ -45,6 +45,10 @@ class Placer(Protocol):
         """The product of an equation as one whose sum can be taken apart."""
         ...
 
+    def enters(self, scope: Scope, equation: Any) -> bool:
+        """Whether an equation is a product that enters a region."""
+        ...
+
     def place_parts(self, w: Any, dim: int) -> Any:
         """An array whose dim is the devices."""
         ...
@@ -187,6 +191,9 @@ class Turns:
             elif product := self._placer.apart(scope, equation):
                 yield from self._product(side, frame, equation, product)
             else:
+                if not side.entered and self._placer.enters(scope, equation):
+                    side.entered = True
+                    yield Stop("enter", [])
                 self._placer.step(scope, position, known, gathered)
         side.frames.pop()
         if halves.mixing:

@@ -238,7 +238,7 @@ class Placer:
         final type and not what the norm computed in float32.
         """
         result = scope.values.get(equation.outvars[0])
-        if result is None or result.product is None or not self._enters(result):
+        if result is None or result.product is None or not self.enters_region(result):
             return operands
         replaced: list[Any] = []
         for var, operand in zip(equation.invars, operands, strict=True):
@@ -257,7 +257,7 @@ class Placer:
             self._classes[value] = self.analysis.dim_classes(value)
         return self._classes[value]
 
-    def _enters(self, value: Value) -> bool:
+    def enters_region(self, value: Value) -> bool:
         """Whether a product's result lies in a region that the plan shards, all of it or some."""
         return any(self.axes(c) or (c.pieces and c.group in self._leads) for c in self.dims(value))
 
