@@ -11,7 +11,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -167,7 +167,9 @@ def check_against_expert(model: Published, tree: Mapping[str, Any], tp: int = 4)
     assert ours.wire_bytes <= theirs.wire_bytes or repeats_work
 
 
-def check_sharded_is_unsharded(model: Published) -> None:
+def check_sharded_is_unsharded(
+    model: Published, overlap: Literal["auto", "aggressive"] = "auto"
+) -> None:
     """Loss and gradients on 2 x 4 simulated devices are those of one device.
 
     As in `jaxtp.verify`, an array may differ by half of float32's digits, relative to its largest
@@ -182,7 +184,7 @@ def check_sharded_is_unsharded(model: Published) -> None:
     mesh = jaxtp.make_mesh(dp=2, tp=4)
     plan = jaxtp.make_plan(params, mesh, fn=model.call, inputs=model.inputs)
     assert any(d.dim_on(plan.mesh.tp) is not None for d in plan.decisions)
-    fn = jaxtp.parallelize(model.call, plan, mesh)
+    fn = jaxtp.parallelize(model.call, plan, mesh, overlap=overlap)
     with jax.default_matmul_precision("highest"):
         want = jax.jit(jax.value_and_grad(loss(model.call)))(params, *model.inputs)
         got = jax.jit(jax.value_and_grad(loss(fn)))(

@@ -235,3 +235,8 @@ def test_the_plan_is_the_experts_or_moves_no_more(name):
 @every_model
 def test_sharded_is_unsharded(name):
     published.check_sharded_is_unsharded(build(name, small=True)[0])
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama3_8b", "t5_base"])
+def test_halves_that_take_turns_give_the_same(name):
+    published.check_sharded_is_unsharded(build(name, small=True)[0], overlap="aggressive")
