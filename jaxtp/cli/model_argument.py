@@ -3,7 +3,6 @@
 import dataclasses
 import difflib
 import importlib
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtp.errors import BadUsage, join
+from jaxtp.io.model_functions import own_model
 from jaxtp.io.tree_files import load_tree
 from jaxtp.plan.trees import PyTree
 
@@ -58,9 +58,9 @@ def load_subject(text: str) -> Subject:
         tokens = min(PRESET_TOKENS, most)  # learned positions are a table that ends
         inputs = (jax.ShapeDtypeStruct((1, tokens), jnp.int32),)
         return Subject(params=models.abstract(text), inputs=inputs)
-    module, colon, name = text.partition(":")
-    if colon:
-        return _called(text, module, name, join(models.PRESETS, 20))
+    if ":" in text:
+        own = own_model(text, otherwise=f"presets are {join(models.PRESETS, 20)}")
+        return Subject(params=own.params, fn=own.fn, inputs=own.inputs)
     near = difflib.get_close_matches(text, models.PRESETS, n=3)
     raise BadUsage(
         "no such file, and no preset of this name",
@@ -68,19 +68,3 @@ def load_subject(text: str) -> Subject:
         fix=(f"{join(near)}? " if near else "")
         + f"presets are {join(models.PRESETS, 20)}; a file is written by jaxtp.dump_tree",
     )
-
-
-def _called(text: str, module: str, name: str, presets: str) -> Subject:
-    sys.path.insert(0, "")  # as `python -m` does
-    try:
-        fn, params, inputs = getattr(importlib.import_module(module), name)()
-    except (ImportError, AttributeError, TypeError, ValueError) as err:
-        raise BadUsage(
-            f"it gives no model: {err}",
-            where=text,
-            fix="name a function without arguments that returns (fn, params, inputs); presets are "
-            f"{presets}",
-        ) from err
-    finally:
-        sys.path.remove("")
-    return Subject(params=params, fn=fn, inputs=inputs)

@@ -85,7 +85,7 @@ def candidates(
 def _rows(
     model: ModelSizes, num_devices: int, batch: int, domain: int, interleaves: bool
 ) -> Iterator[dict[str, int]]:
-    for tp, pp in itertools.product(_divisors(num_devices), _divisors(num_devices)):
+    for tp, pp in itertools.product(divisors(num_devices), divisors(num_devices)):
         cuts_heads = model.heads % tp or model.ffn % tp
         if cuts_heads or tp > domain or pp > model.layers or num_devices % (tp * pp):
             continue
@@ -102,8 +102,8 @@ def _batches(
     """How the rest of the devices shard the state, and in how many pieces the batch comes."""
     data = num_devices // math.prod(base.values())
     each = batch // data // base[Axis.EP]
-    for fsdp, zero in _sharding(data):
-        for micro_batches in _divisors(each):
+    for fsdp, zero in sharding(data):
+        for micro_batches in divisors(each):
             sizes = {
                 Axis.DP.value: data // fsdp,
                 Axis.FSDP.value: fsdp,
@@ -118,12 +118,12 @@ def _batches(
 def _contexts(model: ModelSizes) -> Sequence[int]:
     """Devices that may share a sequence."""
     pieces = max(model.seq // LEAST_PIECE, 1)
-    return [n for n in _divisors(pieces) if n == 1 or model.seq % (2 * n) == 0]
+    return [n for n in divisors(pieces) if n == 1 or model.seq % (2 * n) == 0]
 
 
 def _experts(model: ModelSizes, most: int) -> Sequence[int]:
     """Devices that experts may be sharded over."""
-    return [n for n in _divisors(model.experts or 1) if n <= most]
+    return [n for n in divisors(model.experts or 1) if n <= most]
 
 
 def _settings(
@@ -154,13 +154,14 @@ def _settings(
         }
 
 
-def _sharding(data: int) -> Iterator[tuple[int, int]]:
+def sharding(data: int) -> Iterator[tuple[int, int]]:
     """(fsdp, zero) for so many data-parallel devices."""
     yield 1, 0
-    yield from itertools.product(_divisors(data)[1:], (1, 2, 3))
+    yield from itertools.product(divisors(data)[1:], (1, 2, 3))
 
 
-def _divisors(number: int) -> Sequence[int]:
+def divisors(number: int) -> Sequence[int]:
+    """All divisors of a number, ascending."""
     return [n for n in range(1, number + 1) if number % n == 0]
 
 

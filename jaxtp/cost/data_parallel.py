@@ -58,7 +58,7 @@ def sharded_params(
     return plain / plain_ways + experts / expert_ways
 
 
-def _beside(comm: Number, share: float, compute: Number) -> Number:
+def beside(comm: Number, share: float, compute: Number) -> Number:
     """Seconds that communication adds where a share of it may run beside compute."""
     hidden = np.minimum(share * comm, compute)
     return comm - hidden + (SLOWDOWN - 1) * hidden
@@ -104,8 +104,8 @@ def gather_seconds(
         wide = size * habits.gradient_bytes / 2
         scatter = scatter + wires.seconds("reduce-scatter", wide, ways, inner)
     share = habits.overlaps_gathers
-    one = _beside(layers * gather, share, forward)
-    one = one + _beside(layers * (gather + scatter), share, backward)
+    one = beside(layers * gather, share, forward)
+    one = one + beside(layers * (gather + scatter), share, backward)
     return np.where(np.asarray(s.zero) >= 3, s.micro_batches * one + gather + scatter, 0.0)
 
 
@@ -142,7 +142,7 @@ def reduce_seconds(
     table = 2 * habits.gradient_bytes * model.table_params / tp
     tied = wires.send_seconds(table, inner_devices(s, Axis.PP))
     tied = np.where((np.asarray(s.pp) > 1) & model.tied, tied, 0.0)
-    return _beside(over_dp + over_fsdp, habits.overlaps_gradients, last_backward) + tied
+    return beside(over_dp + over_fsdp, habits.overlaps_gradients, last_backward) + tied
 
 
 def update_seconds(model: ModelSizes, s: Strategy, device: DeviceKind, habits: Habits) -> Number:

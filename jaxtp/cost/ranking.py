@@ -78,7 +78,7 @@ class Ranking:
         limit_bytes: What may be used of a device.
         order: Indices, best first: those that fit by time, ties to the simpler one, then the rest
             by how far they are from fitting.
-        flops: Model FLOPs of a step, over the peak FLOP/s of all devices: seconds at MFU 1.
+        seconds_at_peak: Seconds of the model's FLOPs at the peak of all devices: a step of MFU 1.
     """
 
     strategies: Strategy
@@ -87,7 +87,7 @@ class Ranking:
     memory: PeakMemory
     limit_bytes: float
     order: NDArray[np.intp]
-    flops: float
+    seconds_at_peak: float
 
     def __len__(self) -> int:
         return len(self.seconds)
@@ -110,7 +110,7 @@ class Ranking:
             settings=describe_fields(self.strategies, index),
             seconds=float(self.seconds[index]),
             parts=parts,
-            mfu=self.flops / float(self.seconds[index]),
+            mfu=self.seconds_at_peak / float(self.seconds[index]),
             memory_bytes=memory,
             state_bytes=float(_at(self.memory.state, index)),
             fits=memory <= self.limit_bytes,
@@ -154,6 +154,31 @@ def rank(
         memory_bytes: Of one device.
     """
     parts, memory = price(model, strategies, wires, habits), peak_memory(model, strategies, habits)
+    devices = float(np.asarray(strategies.devices).flat[0])
+    tokens = float(np.asarray(strategies.batch).flat[0]) * model.seq
+    attention = 6 * model.seq * (model.width + model.values) * model.layers
+    products = 6 * (model.layers * model.active_params + model.table_params)
+    at_peak = tokens * (products + attention) / (devices * wires.device.peak_flops)
+    return ranked(strategies, parts, memory, memory_bytes=memory_bytes, seconds_at_peak=at_peak)
+
+
+def ranked(
+    strategies: Strategy,
+    parts: StepPrice,
+    memory: PeakMemory,
+    *,
+    memory_bytes: float,
+    seconds_at_peak: float,
+) -> Ranking:
+    """Priced strategies, ordered.
+
+    Args:
+        strategies: Arrays of one length.
+        parts: Their steps.
+        memory: Their peaks.
+        memory_bytes: Of one device.
+        seconds_at_peak: As in `Ranking`.
+    """
     size = np.shape(strategies.tp)
     seconds = np.broadcast_to(np.asarray(parts.total), size)
     total = np.broadcast_to(np.asarray(memory.total), size)
@@ -163,12 +188,8 @@ def rank(
     # Steps of one bin are equal; the first bin starts at the best.
     bins = np.floor(np.log(seconds / best) / np.log1p(EQUAL_WITHIN))
     keys = (seconds, complexity(strategies), np.where(fits, bins, total), ~fits)
-    devices = float(np.asarray(strategies.devices).flat[0])
-    tokens = float(np.asarray(strategies.batch).flat[0]) * model.seq
-    attention = 6 * model.seq * (model.width + model.values) * model.layers
-    products = 6 * (model.layers * model.active_params + model.table_params)
-    flops = tokens * (products + attention) / (devices * wires.device.peak_flops)
-    return Ranking(strategies, seconds, parts, memory, limit, np.lexsort(keys), flops)
+    order = np.lexsort(keys)
+    return Ranking(strategies, seconds, parts, memory, limit, order, seconds_at_peak)
 
 
 def _at(values: object, index: int) -> float:

@@ -2,16 +2,16 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from jaxtp.cost.ranking import EQUAL_WITHIN, Candidate, Ranking, rank
-from jaxtp.cost.strategy import AXES, ModelSizes
+from jaxtp.cost.ranking import EQUAL_WITHIN, Candidate, Ranking
+from jaxtp.cost.strategy import AXES
 from jaxtp.cost.wire import Wires
 from jaxtp.hardware.gpus import Target
 from jaxtp.mesh.axes import Axis
-from jaxtp.train.pricing import JAXTP, wires_of
+from jaxtp.train.pricing import wires_of
 
 SLOWER = 4
 """The network of the question "what would a slower network change": so many times slower."""
@@ -32,20 +32,35 @@ REMEDIES = {
 """Part of a step -> what makes it smaller."""
 
 
-def advice(ranking: Ranking, sizes: ModelSizes, target: Target, first: Candidate) -> list[str]:
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Pricing:
+    """How one model is priced.
+
+    Attributes:
+        rank: The same candidates on another machine.
+        message_bytes: Of one all-reduce along the tensor axis under a candidate, in bytes.
+        messages: How many of them a layer, or the whole model, waits for.
+    """
+
+    rank: Callable[[Target], Ranking]
+    message_bytes: Callable[[Candidate], float]
+    messages: str
+
+
+def advice(ranking: Ranking, pricing: Pricing, target: Target, first: Candidate) -> list[str]:
     """Sentences on the first mesh of a ranking.
 
     Args:
         ranking: All candidates.
-        sizes: The model.
+        pricing: The model.
         target: The machine.
         first: The candidate of the table's first row.
     """
     wires = wires_of(target)
     return [
         *_links(first, wires),
-        *_tensor(first, sizes, wires),
-        *_slower(ranking, sizes, target, first),
+        *_tensor(first, pricing, wires),
+        *_slower(ranking, pricing, target, first),
         *_remedies(first),
     ]
 
@@ -62,29 +77,28 @@ def _links(first: Candidate, wires: Wires) -> Iterator[str]:
         inner *= size
 
 
-def _tensor(first: Candidate, sizes: ModelSizes, wires: Wires) -> Iterator[str]:
+def _tensor(first: Candidate, pricing: Pricing, wires: Wires) -> Iterator[str]:
     """Why tp ends at the NVLink domain."""
     tp = first.settings[Axis.TP]
     if tp == 1 or math.prod(first.settings[axis] for axis in AXES) <= wires.domain:
         return
-    size = 2.0 * first.settings["micro_batch"] * sizes.seq / first.settings[Axis.CP] * sizes.hidden
+    size = pricing.message_bytes(first)
     inside = float(wires.seconds("all-reduce", size, tp, 1))
     across = float(wires.seconds("all-reduce", size, 2 * wires.domain, 1))
     yield (
-        f"tp stays inside NVLink: a layer waits for 4 all-reduces of {size / 2**20:,.0f} MiB a "
-        f"micro-batch, {inside * 1e3:.2f} ms each with tp={tp}, {across * 1e3:.2f} ms over two "
+        f"tp stays inside NVLink: {pricing.messages} of {size / 2**20:,.0f} MiB a micro-batch, "
+        f" {inside * 1e3:.2f} ms each with tp={tp}, {across * 1e3:.2f} ms over two "
         "domains; fsdp, dp and pp send less often"
     )
 
 
-def _slower(ranking: Ranking, sizes: ModelSizes, target: Target, first: Candidate) -> Iterator[str]:
+def _slower(ranking: Ranking, pricing: Pricing, target: Target, first: Candidate) -> Iterator[str]:
     """What the same search finds on a slower network."""
     if target.num_devices <= wires_of(target).domain:
         return
     nic = target.device.nic_bandwidth / SLOWER
     slow = dataclasses.replace(target, device=dataclasses.replace(target.device, nic_bandwidth=nic))
-    memory = target.device.memory_bytes
-    again = rank(sizes, ranking.strategies, wires_of(slow), JAXTP, memory_bytes=memory)
+    again = pricing.rank(slow)
     best = again.candidate(int(again.order[0]))
     same = np.flatnonzero(ranking.seconds == first.seconds)
     then = float(again.seconds[same].min())

@@ -1,109 +1,34 @@
 """Which mesh: every way to spread a run over a machine, priced, and the best few compiled."""
 
 import dataclasses
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxtp.compile.report import Report
 from jaxtp.config.presets import preset
 from jaxtp.config.settings import Batch, Config
-from jaxtp.cost.candidates import POLICIES, SETTINGS, candidates
-from jaxtp.cost.ranking import EQUAL_WITHIN, EXPECTED_ERROR, Candidate, Ranking, rank
-from jaxtp.cost.strategy import AXES, ModelSizes
-from jaxtp.errors import BadUsage, DoesNotFit, JaxtpError, join
+from jaxtp.cost.candidates import POLICIES, candidates
+from jaxtp.cost.ranking import Candidate, Ranking, rank
+from jaxtp.cost.strategy import AXES, ModelSizes, Strategy
+from jaxtp.errors import BadUsage
 from jaxtp.hardware.gpus import Target
-from jaxtp.hardware.links import GIB
+from jaxtp.io.model_functions import is_model_function, own_model
+from jaxtp.mesh.axes import Axis
 from jaxtp.models import LlamaConfig
-from jaxtp.train.mesh_advice import advice, mesh_text
+from jaxtp.train.mesh_advice import Pricing
+from jaxtp.train.own_search import search_own
 from jaxtp.train.planning import model_of
 from jaxtp.train.preflight import preflight_config
 from jaxtp.train.pricing import JAXTP, fused_on, sizes_of, wires_of
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """One mesh of the table.
-
-    Attributes:
-        candidate: Its price.
-        config: Settings that run it, for `scripts/train.py`.
-        report: Its compiled step, where it was compiled.
-        refusal: Why jaxtp refused it, where it did; the code first.
-    """
-
-    candidate: Candidate
-    config: Config
-    report: Report | None = None
-    refusal: str = ""
-
-    @property
-    def verdict(self) -> str:
-        """Why it is where it is in the table."""
-        if self.refusal:
-            return self.refusal
-        if self.report is not None and not self.report.fits:
-            over = (self.report.peak_bytes - self.report.card_bytes) / GIB
-            return f"compiled, and does not fit by {over:,.1f} GiB"
-        return self.candidate.reason
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Search:
-    """The meshes of one run on one machine, best first.
-
-    Attributes:
-        target: The machine.
-        model: What is trained.
-        batch: Sequences of the global batch.
-        seq: Tokens of one sequence.
-        rows: One entry a mesh, with the best settings for it.
-        ranking: All candidates as arrays.
-        sizes: The model, as it is priced.
-    """
-
-    target: Target
-    model: str
-    batch: int
-    seq: int
-    rows: tuple[Found, ...]
-    ranking: Ranking
-    sizes: ModelSizes
-
-    @property
-    def best(self) -> Found:
-        """The first mesh, if it runs.
-
-        Raises:
-            DoesNotFit: TP114, if no mesh fits.
-        """
-        first = self.rows[0]
-        if first.candidate.fits and not first.refusal:
-            return first
-        raise DoesNotFit(
-            f"{self.model} fits on no mesh of {self.target}: the nearest {first.verdict}",
-            fix="more GPUs, a smaller batch.size, or zero.offload_optimizer=cpu",
-        )
-
-    def to_json(self) -> str:
-        """The table as data."""
-        rows = [
-            {
-                **dataclasses.asdict(row.candidate),
-                "compiled_bytes": row.report.peak_bytes if row.report else None,
-                "verdict": row.verdict,
-                "config": chosen(row.config),
-            }
-            for row in self.rows
-        ]
-        head = {
-            "target": str(self.target), "model": self.model, "batch": self.batch,
-            "seq": self.seq, "candidates": len(self.ranking), "expected_error": EXPECTED_ERROR,
-        }  # fmt: skip
-        return json.dumps({**head, "meshes": rows}, indent=1)
-
-    def __str__(self) -> str:
-        return "\n".join((*_head(self), *_table(self.rows), *_foot(self)))
+from jaxtp.train.search_result import (
+    Asked,
+    Found,
+    Search,
+    compiled_rows,
+    fixed_fields,
+    machine_of,
+    rows_of,
+)
 
 
 def run_of(run: Config | str, *, target: str = "", batch: int = 0, seq: int = 0) -> Config:
@@ -132,7 +57,7 @@ def run_of(run: Config | str, *, target: str = "", batch: int = 0, seq: int = 0)
 
 
 def search(
-    run: Config | str,
+    run: Config | str | Callable[[], Any],
     *,
     target: str = "",
     batch: int = 0,
@@ -152,10 +77,12 @@ def search(
 
     Args:
         run: Settings, of which `model`, `target`, `seq_len`, `batch.size` and all that is not
-            searched are taken; or a preset's name.
+            searched are taken; a preset's name; or anybody's model: a function without arguments
+            that returns `(fn, params, inputs)` as `make_plan` takes them, or
+            "package.module:function", its place.
         target: The machine, instead of the settings'; by default h100:1x8.
         batch: Sequences of the global batch, instead of the settings'.
-        seq: Tokens of one sequence, instead of the settings'.
+        seq: Tokens of one sequence, instead of the settings'; a function's inputs say it.
         fixed: Setting -> value that every candidate has, e.g. `{"mesh.tp": 8}`.
         limit: Meshes in the result.
         compile_best: How many to compile; 0 for prices alone.
@@ -168,65 +95,55 @@ def search(
         BadUsage: TP132, if no candidate is left, or a setting cannot be fixed.
         BadConfig: TP020, for an unknown model.
     """
+    asked = Asked(limit, compile_best, network, time_limit, on_progress)
+    if callable(run) or (isinstance(run, str) and is_model_function(run)):
+        if seq:
+            raise BadUsage("a model of one's own has its length in its inputs", where="seq")
+        return search_own(own_model(run), target or "h100:1x8", batch, dict(fixed or {}), asked)
     config = run_of(run, target=target, batch=batch, seq=seq)
-    machine, model_config = Target.parse(config.target), model_of(config)
-    if network:
-        device = dataclasses.replace(machine.device, nic_bandwidth=network)
-        machine = dataclasses.replace(machine, device=device)
+    machine, model_config = machine_of(config.target, network), model_of(config)
     sizes = sizes_of(model_config, config.seq_len)
-    wires = wires_of(machine)
     found = candidates(
         sizes,
         machine.num_devices,
         config.batch.size,
-        fixed=_fields(fixed or {}),
-        domain=wires.domain,
+        fixed=fixed_fields(fixed or {}),
+        domain=wires_of(machine).domain,
         interleaves=isinstance(model_config, LlamaConfig),
     )
     found = dataclasses.replace(found, fused=fused_on(config, found))
-    ranking = rank(sizes, found, wires, JAXTP, memory_bytes=machine.device.memory_bytes)
-    best = ranking.candidate(int(ranking.order[0]))
-    rows: list[Found] = []
-    for index in ranking.by_mesh():
-        candidate = ranking.candidate(index, best=best if rows else None)
-        rows.append(Found(candidate=candidate, config=config_for(config, candidate)))
-    rows = _compiled(rows, compile_best, time_limit, on_progress)
+    pricing = _pricing(sizes, found)
+    ranking = pricing.rank(machine)
+
+    def compiled(row: Found, show: Callable[[float], None]) -> Report:
+        assert row.config is not None
+        return preflight_config(row.config, time_limit=time_limit, on_progress=show)[1]
+
+    rows = rows_of(ranking, lambda candidate: config_for(config, candidate))
     return Search(
         target=machine,
         model=config.model,
         batch=config.batch.size,
         seq=config.seq_len,
-        rows=tuple(rows[:limit]),
+        rows=tuple(compiled_rows(rows, asked, compiled)[:limit]),
         ranking=ranking,
-        sizes=sizes,
+        pricing=pricing,
     )
 
 
-def _compiled(
-    rows: Sequence[Found],
-    count: int,
-    time_limit: float,
-    on_progress: Callable[[str, float], None],
-) -> list[Found]:
-    """The rows with the best `count` that run and fit compiled, and in front."""
-    done: list[Found] = []
-    lost: list[Found] = []
-    for row in rows:
-        if len(done) == count or len(lost) == 2 * count or not row.candidate.fits:
-            break
-        what = mesh_text(row.candidate)
-        try:
-            _, report = preflight_config(
-                row.config,
-                time_limit=time_limit,
-                on_progress=lambda seconds, what=what: on_progress(what, seconds),
-            )
-        except JaxtpError as error:
-            lost.append(dataclasses.replace(row, refusal=str(error).splitlines()[0]))
-            continue
-        row = dataclasses.replace(row, report=report)
-        (done if report.fits else lost).append(row)
-    return [*done, *rows[len(done) + len(lost) :], *lost]
+def _pricing(sizes: ModelSizes, strategies: Strategy) -> Pricing:
+    """How a decoder of these sizes is priced under the same strategies on any machine."""
+
+    def ranked(target: Target) -> Ranking:
+        memory = target.device.memory_bytes
+        return rank(sizes, strategies, wires_of(target), JAXTP, memory_bytes=memory)
+
+    def message_bytes(one: Candidate) -> float:
+        tokens = one.settings["micro_batch"] * sizes.seq / one.settings[Axis.CP]
+        return 2.0 * tokens * sizes.hidden
+
+    messages = "a layer waits for 4 all-reduces"
+    return Pricing(rank=ranked, message_bytes=message_bytes, messages=messages)
 
 
 def config_for(config: Config, candidate: Candidate) -> Config:
@@ -253,93 +170,3 @@ def config_for(config: Config, candidate: Candidate) -> Config:
             config.communication, sequence_parallel=bool(s["sequence_parallel"]), overlap=overlap
         ),
     )
-
-
-def _fields(fixed: Mapping[str, Any]) -> dict[str, int]:
-    """Fixed settings as fields of `Strategy`.
-
-    Raises:
-        BadUsage: TP132, for a setting that is not searched.
-    """
-    unknown = sorted(set(fixed) - set(SETTINGS))
-    if unknown:
-        raise BadUsage(
-            f"{join(unknown)} is not searched", where="fix", fix=f"one of {join(SETTINGS, 20)}"
-        )
-    words = {name: int(policy) for name, policy in POLICIES.items()}
-    words |= {"aggressive": 1, "auto": 0, "off": 0, "true": 1, "false": 0}
-    values: dict[str, int] = {}
-    for name, value in fixed.items():
-        text = str(value).lower()
-        try:
-            values[SETTINGS[name]] = words[text] if text in words else int(text)
-        except ValueError:
-            raise BadUsage(
-                f"{name}={value}", where="fix", fix=f"a number, or one of {join(words, 20)}"
-            ) from None
-    return values
-
-
-def chosen(config: Config) -> dict[str, int | str | bool]:
-    """The searched settings of a config, by dotted name."""
-    found: dict[str, int | str | bool] = {}
-    for name in SETTINGS:
-        value: Any = config
-        for part in name.split("."):
-            value = getattr(value, part)
-        found[name] = value
-    return found
-
-
-def settings_text(candidate: Candidate, remat: str) -> str:
-    """What is chosen besides the mesh, without what is off."""
-    s = candidate.settings
-    words = [f"{s['micro_batches']}x{s['micro_batch']}", f"remat {remat}"]
-    words += [f"zero {s['zero']}"] * (s["zero"] > 0)
-    words += [f"{s['rounds']} rounds"] * (s["rounds"] > 1)
-    words += ["sp"] * bool(s["sequence_parallel"]) + ["two halves"] * bool(s["interleaved"])
-    return ", ".join(words)
-
-
-def _head(result: Search) -> tuple[str, ...]:
-    fits = int(result.ranking.fits.sum())
-    return (
-        f"{result.model} on {result.target}, batch {result.batch} x {result.seq} tokens: "
-        f"{len(result.ranking):,} candidates priced, {fits:,} fit",
-        f"steps are modelled, +-{EXPECTED_ERROR:.0%} on published runs of other models; meshes "
-        f"within {EQUAL_WITHIN:.0%} of each other count as equal, the simpler one first",
-        "",
-    )
-
-
-def _table(rows: Sequence[Found]) -> list[str]:
-    lines = [
-        f"{'':2s} {'mesh':26s} {'step':>8s} {'MFU':>5s} {'memory':>9s} {'state':>7s} "
-        f"{'tp':>6s} {'data':>6s} {'bubble':>6s}  settings; why it is not the first"
-    ]
-    for number, row in enumerate(rows, 1):
-        one, total = row.candidate, row.candidate.seconds
-        data = one.parts["gathers"] + one.parts["gradients"]
-        memory = f"{one.memory_bytes / GIB:.1f}"
-        if row.report is not None:
-            memory = f"{row.report.peak_bytes / GIB:.1f} C"
-        text = settings_text(one, row.config.remat)
-        if row.report is not None:
-            text += f"; {row.report.step_seconds_modelled:.3f}s as compiled"
-        lines.append(
-            f"{number:2d} {mesh_text(one):26s} {total:7.3f}s {one.mfu:5.1%} {memory:>9s} "
-            f"{one.state_bytes / GIB:7.1f} {one.parts['tensor'] / total:6.1%} "
-            f"{data / total:6.1%} {one.parts['bubble'] / total:6.1%}  {text}"
-            + (f"; {row.verdict}" if row.verdict else "")
-        )
-    return lines
-
-
-def _foot(result: Search) -> tuple[str, ...]:
-    lines = [
-        "",
-        "memory in GiB per GPU, C: compiled, not modelled; state: parameters, gradients, moments; "
-        "tp, data, bubble: shares of the step that wait for them",
-        *advice(result.ranking, result.sizes, result.target, result.rows[0].candidate),
-    ]
-    return tuple(lines)

@@ -1,0 +1,266 @@
+"""What a search found: the meshes of one run on one machine, and the table of them."""
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jaxtp.compile.report import Report
+from jaxtp.config.settings import Config
+from jaxtp.cost.candidates import POLICIES, SETTINGS
+from jaxtp.cost.ranking import EQUAL_WITHIN, EXPECTED_ERROR, Candidate, Ranking
+from jaxtp.errors import BadUsage, DoesNotFit, JaxtpError, join
+from jaxtp.hardware.gpus import Target
+from jaxtp.hardware.links import GIB
+from jaxtp.train.mesh_advice import Pricing, advice, mesh_text
+
+OWN_SETTINGS = ("mesh.dp", "mesh.fsdp", "mesh.tp", "batch.accumulation", "zero.stage")
+"""What is searched for a model of one's own: pipeline stages, sequences on several devices, experts
+on an axis and recomputation are those of jaxtp's models, or the model's own."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Asked:
+    """What a search is asked for, whatever the model; fields as the arguments of `search`."""
+
+    limit: int
+    compile_best: int
+    network: float
+    time_limit: float
+    on_progress: Callable[[str, float], None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """One mesh of the table.
+
+    Attributes:
+        candidate: Its price.
+        config: Settings that run it, for `scripts/train.py`; None for a model of one's own.
+        report: Its compiled step, where it was compiled.
+        refusal: Why jaxtp refused it, where it did; the code first.
+    """
+
+    candidate: Candidate
+    config: Config | None
+    report: Report | None = None
+    refusal: str = ""
+
+    @property
+    def verdict(self) -> str:
+        """Why it is where it is in the table."""
+        if self.refusal:
+            return self.refusal
+        if self.report is not None and not self.report.fits:
+            over = (self.report.peak_bytes - self.report.card_bytes) / GIB
+            return f"compiled, and does not fit by {over:,.1f} GiB"
+        return self.candidate.reason
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Search:
+    """The meshes of one run on one machine, best first.
+
+    Attributes:
+        target: The machine.
+        model: What is trained.
+        batch: Sequences of the global batch.
+        seq: Tokens of one sequence; 0 where only the model knows.
+        rows: One entry a mesh, with the best settings for it.
+        ranking: All candidates as arrays.
+        pricing: How the model is priced on any machine.
+        notes: What is to be said about all of it.
+    """
+
+    target: Target
+    model: str
+    batch: int
+    seq: int
+    rows: tuple[Found, ...]
+    ranking: Ranking
+    pricing: Pricing
+    notes: tuple[str, ...] = ()
+
+    @property
+    def best(self) -> Found:
+        """The first mesh, if it runs.
+
+        Raises:
+            DoesNotFit: TP114, if no mesh fits.
+        """
+        first = self.rows[0]
+        if first.candidate.fits and not first.refusal:
+            return first
+        raise DoesNotFit(
+            f"{self.model} fits on no mesh of {self.target}: the nearest {first.verdict}",
+            fix="more GPUs, a smaller batch, or zero.offload_optimizer=cpu (in a config)",
+        )
+
+    def to_json(self) -> str:
+        """The table as data."""
+        rows = [
+            {
+                **dataclasses.asdict(row.candidate),
+                "compiled_bytes": row.report.peak_bytes if row.report else None,
+                "verdict": row.verdict,
+                "config": chosen(row),
+            }
+            for row in self.rows
+        ]
+        head = {
+            "target": str(self.target), "model": self.model, "batch": self.batch,
+            "seq": self.seq, "candidates": len(self.ranking), "expected_error": EXPECTED_ERROR,
+        }  # fmt: skip
+        return json.dumps({**head, "meshes": rows}, indent=1)
+
+    def __str__(self) -> str:
+        return "\n".join((*_head(self), *_table(self.rows), *_foot(self)))
+
+
+def machine_of(target: str, network: float) -> Target:
+    """The machine that is searched, perhaps with another network; bytes/s a GPU, 0 for its own."""
+    machine = Target.parse(target)
+    if not network:
+        return machine
+    device = dataclasses.replace(machine.device, nic_bandwidth=network)
+    return dataclasses.replace(machine, device=device)
+
+
+def rows_of(ranking: Ranking, config: Callable[[Candidate], Config | None]) -> list[Found]:
+    """The best candidate of each mesh, in order, with why each lost to the first."""
+    best = ranking.candidate(int(ranking.order[0]))
+    rows: list[Found] = []
+    for index in ranking.by_mesh():
+        candidate = ranking.candidate(index, best=best if rows else None)
+        rows.append(Found(candidate=candidate, config=config(candidate)))
+    return rows
+
+
+def compiled_rows(
+    rows: Sequence[Found],
+    asked: Asked,
+    compiled: Callable[[Found, Callable[[float], None]], Report],
+) -> list[Found]:
+    """The rows with the best that run and fit compiled, and in front.
+
+    Args:
+        rows: As priced.
+        asked: How many to compile, and who is told.
+        compiled: The report on a row; takes what is called with the seconds so far.
+    """
+    count = asked.compile_best
+    done: list[Found] = []
+    lost: list[Found] = []
+    for row in rows:
+        if len(done) == count or len(lost) == 2 * count or not row.candidate.fits:
+            break
+        what = mesh_text(row.candidate)
+        try:
+            report = compiled(row, lambda seconds, what=what: asked.on_progress(what, seconds))
+        except JaxtpError as error:
+            lost.append(dataclasses.replace(row, refusal=str(error).splitlines()[0]))
+            continue
+        row = dataclasses.replace(row, report=report)
+        (done if report.fits else lost).append(row)
+    return [*done, *rows[len(done) + len(lost) :], *lost]
+
+
+def fixed_fields(
+    fixed: Mapping[str, Any], searched: Sequence[str] = tuple(SETTINGS)
+) -> dict[str, int]:
+    """Fixed settings as fields of `Strategy`.
+
+    Args:
+        fixed: Setting -> value.
+        searched: Settings that the search chooses.
+
+    Raises:
+        BadUsage: TP132, for a setting that is not searched.
+    """
+    unknown = sorted(set(fixed) - set(searched))
+    if unknown:
+        raise BadUsage(
+            f"{join(unknown)} is not searched", where="fix", fix=f"one of {join(searched, 20)}"
+        )
+    words = {name: int(policy) for name, policy in POLICIES.items()}
+    words |= {"aggressive": 1, "auto": 0, "off": 0, "true": 1, "false": 0}
+    values: dict[str, int] = {}
+    for name, value in fixed.items():
+        text = str(value).lower()
+        try:
+            values[SETTINGS[name]] = words[text] if text in words else int(text)
+        except ValueError:
+            raise BadUsage(
+                f"{name}={value}", where="fix", fix=f"a number, or one of {join(words, 20)}"
+            ) from None
+    return values
+
+
+def chosen(row: Found) -> dict[str, int | str | bool]:
+    """The searched settings of a row, by dotted name."""
+    found: dict[str, int | str | bool] = {}
+    if row.config is None:
+        return {name: row.candidate.settings[SETTINGS[name]] for name in OWN_SETTINGS}
+    for name in SETTINGS:
+        value: Any = row.config
+        for part in name.split("."):
+            value = getattr(value, part)
+        found[name] = value
+    return found
+
+
+def settings_text(row: Found) -> str:
+    """What is chosen besides the mesh, without what is off."""
+    s = row.candidate.settings
+    words = [f"{s['micro_batches']}x{s['micro_batch']}"]
+    words += [f"remat {row.config.remat}"] if row.config else []
+    words += [f"zero {s['zero']}"] * (s["zero"] > 0)
+    words += [f"{s['rounds']} rounds"] * (s["rounds"] > 1)
+    words += ["sp"] * bool(s["sequence_parallel"]) + ["two halves"] * bool(s["interleaved"])
+    return ", ".join(words)
+
+
+def _head(result: Search) -> tuple[str, ...]:
+    fits = int(result.ranking.fits.sum())
+    return (
+        f"{result.model} on {result.target}, batch {result.batch}"
+        f"{f' x {result.seq} tokens' if result.seq else ''}: "
+        f"{len(result.ranking):,} candidates priced, {fits:,} fit",
+        f"steps are modelled, +-{EXPECTED_ERROR:.0%} on published runs of other models; meshes "
+        f"within {EQUAL_WITHIN:.0%} of each other count as equal, the simpler one first",
+        "",
+    )
+
+
+def _table(rows: Sequence[Found]) -> list[str]:
+    lines = [
+        f"{'':2s} {'mesh':26s} {'step':>8s} {'MFU':>5s} {'memory':>9s} {'state':>7s} "
+        f"{'tp':>6s} {'data':>6s} {'bubble':>6s}  settings; why it is not the first"
+    ]
+    for number, row in enumerate(rows, 1):
+        one, total = row.candidate, row.candidate.seconds
+        data = one.parts["gathers"] + one.parts["gradients"]
+        memory = f"{one.memory_bytes / GIB:.1f}"
+        if row.report is not None:
+            memory = f"{row.report.peak_bytes / GIB:.1f} C"
+        text = settings_text(row)
+        if row.report is not None:
+            text += f"; {row.report.step_seconds_modelled:.3f}s as compiled"
+        lines.append(
+            f"{number:2d} {mesh_text(one):26s} {total:7.3f}s {one.mfu:5.1%} {memory:>9s} "
+            f"{one.state_bytes / GIB:7.1f} {one.parts['tensor'] / total:6.1%} "
+            f"{data / total:6.1%} {one.parts['bubble'] / total:6.1%}  {text}"
+            + (f"; {row.verdict}" if row.verdict else "")
+        )
+    return lines
+
+
+def _foot(result: Search) -> tuple[str, ...]:
+    lines = [
+        "",
+        "memory in GiB per GPU, C: compiled, not modelled; state: parameters, gradients, moments; "
+        "tp, data, bubble: shares of the step that wait for them",
+        *result.notes,
+        *advice(result.ranking, result.pricing, result.target, result.rows[0].candidate),
+    ]
+    return tuple(lines)
