@@ -11,7 +11,7 @@ from jaxtp.train.mesh_search import search
 def lines(**settings):
     result = search("llama3-8b", batch=64, compile_best=0, **settings)
     first = result.rows[0].candidate
-    return result, advice(result.ranking, result.sizes, result.target, first)
+    return result, advice(result.ranking, result.pricing, result.target, first)
 
 
 def test_each_axis_has_its_links_and_tp_a_reason_to_stay_inside_nvlink():

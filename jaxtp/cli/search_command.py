@@ -16,15 +16,18 @@ from jaxtp.config.files import load
 from jaxtp.config.settings import Config
 from jaxtp.config.write import to_toml
 from jaxtp.cost.candidates import describe_fields
-from jaxtp.errors import BadUsage
+from jaxtp.errors import BadUsage, join
 from jaxtp.generation.mesh_search import search_generation
 from jaxtp.generation.preflight import Workload
 from jaxtp.hardware.links import GIB
 from jaxtp.inspect.pages.search_page import search_html
+from jaxtp.io.model_functions import is_model_function
 from jaxtp.train.machine_sizes import largest_batch, smallest_machine
 from jaxtp.train.mesh_advice import mesh_text
-from jaxtp.train.mesh_search import Search, run_of
+from jaxtp.train.mesh_search import run_of
 from jaxtp.train.mesh_search import search as run_search
+from jaxtp.train.own_script import script
+from jaxtp.train.search_result import Search
 
 MOST_GPUS = 4096
 """Where the search for a machine ends without `max_gpus`."""
@@ -52,7 +55,8 @@ def search(
     """Price every mesh for a run, compile the best few, and say why the others lost.
 
     Args:
-        model: A preset such as llama3-70b, or a config file whose other settings are kept.
+        model: A preset such as llama3-70b, a config file whose other settings are kept, or
+            package.module:function, anybody's model, as `jaxtp plan` takes it.
         target: KIND:HOSTSxGPUS; by default the file's, or h100:1x8.
         batch: Sequences of the global batch; by default the file's.
         seq: Tokens of one sequence; by default the file's, or 2048.
@@ -66,7 +70,8 @@ def search(
         largest: Look for the largest batch, by doubling, whose micro-batch still fits at once.
         generate: Look for the split into tp and dp to generate on instead: `batch` rows of `seq`
             tokens, prompt and answer, by a preset.
-        write: Write the best mesh here, as a config that scripts/train.py takes.
+        write: Write the best mesh here: a config that scripts/train.py takes, or, for a model of
+            one's own, a module that makes mesh and plan.
         html: Draw step time against memory of all candidates here.
         as_json: Print the table as data.
         time_limit: Seconds that the compiler may take for each mesh.
@@ -75,18 +80,25 @@ def search(
         others = (fix, network, max_gpus, tokens_per_day, largest, write, html, as_json)
         _generation(model, target, batch, seq, compiled, time_limit, any(others))
         return
-    config = run_of(_named(model), target=target, batch=batch, seq=seq)
     fixed = _fixed(fix)
-    if max_gpus or tokens_per_day:
-        config = smallest_machine(
-            config, max_gpus=max_gpus or MOST_GPUS, tokens_per_day=tokens_per_day, fixed=fixed
-        )
-    if largest:
-        config = largest_batch(config, fixed=fixed)
-        fixed["batch.accumulation"] = "1"
+    run: Config | str = _named(model)
+    if isinstance(run, str) and is_model_function(run):
+        _refuse_sizes(model, seq, max_gpus, tokens_per_day, largest)
+    else:
+        run = run_of(run, target=target, batch=batch, seq=seq)
+        target, batch = "", 0
+        if max_gpus or tokens_per_day:
+            run = smallest_machine(
+                run, max_gpus=max_gpus or MOST_GPUS, tokens_per_day=tokens_per_day, fixed=fixed
+            )
+        if largest:
+            run = largest_batch(run, fixed=fixed)
+            fixed["batch.accumulation"] = "1"
     with _progress() as show:
         result = run_search(
-            config,
+            run,
+            target=target,
+            batch=batch,
             fixed=fixed,
             limit=limit,
             compile_best=compiled,
@@ -99,7 +111,7 @@ def search(
         Path(html).write_text(_page(result))
         print(f"wrote {html}", file=sys.stderr)
     if write:
-        Path(write).write_text(to_toml(result.best.config))
+        Path(write).write_text(_written(result, Path(write)))
         print(f"wrote {write}: {mesh_text(result.best.candidate)}", file=sys.stderr)
 
 
@@ -132,19 +144,53 @@ def _generation(
 
 
 def _named(text: str) -> Config | str:
-    """The settings in a file, or a preset's name."""
+    """The settings in a file, or a name."""
     if not Path(text).is_file():
-        if ":" in text:
-            raise BadUsage(
-                "a function is no preset and no config file",
-                where=text,
-                fix="jaxtp plan takes it; a step of it is compiled by jaxtp.preflight",
-            )
         return text
     config, lines = load(Path(text))
     for line in lines:
         print(f"{Path(text).name}: {line}", file=sys.stderr)
     return config
+
+
+def _refuse_sizes(
+    model: str, seq: int, max_gpus: int, tokens_per_day: float, largest: bool
+) -> None:
+    """Refuses what only models of jaxtp can be asked.
+
+    Raises:
+        BadUsage: TP132, for a length, a machine or a batch to look for.
+    """
+    asked = {
+        "--seq": seq,
+        "--max-gpus": max_gpus,
+        "--tokens-per-day": tokens_per_day,
+        "--largest": largest,
+    }
+    if given := [flag for flag, value in asked.items() if value]:
+        raise BadUsage(
+            f"{join(given)} for a model of one's own, whose inputs say their length",
+            where=model,
+            fix="--target and --batch; other inputs, returned by the function",
+        )
+
+
+def _written(result: Search, file: Path) -> str:
+    """The best mesh as text: a config, or a module for a model that has none.
+
+    Raises:
+        BadUsage: TP132, for a module that would not be called one.
+    """
+    best = result.best
+    if best.config is not None:
+        return to_toml(best.config)
+    if file.suffix != ".py":
+        raise BadUsage(
+            f"{file} would hold a module: {result.model} has no config",
+            where="write",
+            fix=f"--write {file.with_suffix('.py')}",
+        )
+    return script(result.model, str(result.target), result.batch, best.candidate, file.name)
 
 
 def _fixed(texts: Sequence[str]) -> dict[str, str]:
@@ -181,7 +227,8 @@ def _page(result: Search) -> str:
         f"{s:.3f} s, {m:.1f} GiB: {describe_fields(result.ranking.strategies, i)}"
         for i, (s, m) in enumerate(zip(seconds, gib, strict=True))
     ]
-    title = f"{result.model} on {result.target}, batch {result.batch} x {result.seq}"
+    length = f" x {result.seq}" if result.seq else ""
+    title = f"{result.model} on {result.target}, batch {result.batch}{length}"
     limit = result.ranking.limit_bytes / GIB
     return search_html(title, str(result), seconds, gib, labels, limit)
 

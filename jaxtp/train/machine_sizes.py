@@ -7,7 +7,8 @@ from typing import Any
 from jaxtp.config.settings import Config
 from jaxtp.errors import DoesNotFit, JaxtpError
 from jaxtp.hardware.gpus import Target
-from jaxtp.train.mesh_search import Search, search
+from jaxtp.train.mesh_search import search
+from jaxtp.train.search_result import Search
 
 DAY = 86400
 """Seconds."""

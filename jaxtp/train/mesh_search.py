@@ -98,7 +98,11 @@ def search(
     asked = Asked(limit, compile_best, network, time_limit, on_progress)
     if callable(run) or (isinstance(run, str) and is_model_function(run)):
         if seq:
-            raise BadUsage("a model of one's own has its length in its inputs", where="seq")
+            raise BadUsage(
+                "a model of one's own has its length in its inputs",
+                where="seq",
+                fix="other inputs, returned by the function",
+            )
         return search_own(own_model(run), target or "h100:1x8", batch, dict(fixed or {}), asked)
     config = run_of(run, target=target, batch=batch, seq=seq)
     machine, model_config = machine_of(config.target, network), model_of(config)

@@ -73,7 +73,11 @@ class Batched:
         """The loss that stands in, summed over the batch; a float32 scalar."""
         found = [x for x in jax.tree.leaves(self.output(params, batch, call)) if _is_float(x)]
         if not found:
-            raise BadUsage("it returns no floating-point array to train", where=self.model.name)
+            raise BadUsage(
+                "it returns no floating-point array to train",
+                where=self.model.name,
+                fix="a function whose fn returns what a loss is made of",
+            )
         if (ids := self._ids(found[0], batch)) is not None:
             return token_nats(found[0].astype(jnp.float32), ids).sum()
         return sum((jnp.square(x.astype(jnp.float32)).sum() for x in found), jnp.float32(0))

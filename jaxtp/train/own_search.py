@@ -184,7 +184,7 @@ def _compiled(
 def mesh_sizes(candidate: Candidate) -> dict[str, int]:
     """The mesh of a candidate as `make_mesh` takes it: axes of one device left out, except tp."""
     s = candidate.settings
-    return {axis: s[axis] for axis in MESH if s[axis] > 1 or axis == Axis.TP}
+    return {axis: s[axis] for axis in MESH if s[axis] > 1 or axis == Axis.TP.value}
 
 
 def _notes(model: OwnModel, read: Traced, plans: Mapping[int, Plan]) -> Iterator[str]:

@@ -3,10 +3,11 @@
 Everything is at the traced batch; prices scale what the batch multiplies.
 """
 
-import collections
 import dataclasses
 import math
+from collections import defaultdict
 from collections.abc import Iterable
+from typing import Any
 
 from jaxtp.cost.traced.program import VIEWS, Array, Block, Operation
 from jaxtp.rules.jaxpr.walk import Kind
@@ -37,6 +38,10 @@ ATTENTION = ("dot_product_attention_fwd", "dot_product_attention_bwd")
 """Beginnings of the names of the kernels behind `jax.nn.dot_product_attention`."""
 
 
+LEAST_DEPTH = 1024
+"""Elements that a core sums at least of a kernel's gradient, where several share the sum."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Product:
     """Equal matrix products, or kernels of attention, of one step.
@@ -59,6 +64,10 @@ class Product:
     attention: str = ""
 
 
+def _zeros() -> defaultdict[Any, float]:
+    return defaultdict(float)
+
+
 @dataclasses.dataclass(slots=True)
 class Work:
     """One step on one device along the tensor axis, before data parallelism.
@@ -70,14 +79,10 @@ class Work:
         sent: Bytes of a message along the tensor axis, all-reduced -> how often.
     """
 
-    products: collections.Counter[Product] = dataclasses.field(
-        default_factory=lambda: collections.Counter[Product]()
-    )
+    products: defaultdict[Product, float] = dataclasses.field(default_factory=_zeros)
     moved: list[float] = dataclasses.field(default_factory=lambda: [0.0, 0.0])
     stacked: list[float] = dataclasses.field(default_factory=lambda: [0.0, 0.0])
-    sent: collections.Counter[float] = dataclasses.field(
-        default_factory=lambda: collections.Counter[float]()
-    )
+    sent: defaultdict[float, float] = dataclasses.field(default_factory=_zeros)
 
 
 def work_of(block: Block) -> Work:
@@ -96,7 +101,7 @@ def _read(block: Block, times: float, work: Work) -> None:
             if array.steps > 1 and array.kind is Kind.ACTIVATION:
                 work.stacked[array.batch is None] += times * array.num_bytes
         if (found := product_of(operation)) is not None:
-            work.products[found] += times  # pyright: ignore[reportArgumentType]
+            work.products[found] += times
         kernels.meet(operation)
         partial.meet(operation)
     kernels.make(block.outputs)
@@ -187,7 +192,7 @@ class _Partial:
         for array in set(arrays) & self._partial:
             self._partial.discard(array)
             if array.batch is not None:
-                self._work.sent[array.num_bytes] += self._times  # pyright: ignore[reportArgumentType]
+                self._work.sent[array.num_bytes] += self._times
 
 
 def _widens(operation: Operation) -> bool:
@@ -232,7 +237,8 @@ def product_of(operation: Operation) -> Product | None:
     parts["depth"] = min(parts["depth"], _part(right, sum_right), key=lambda part: part[0])
     parts["count"] = min(parts["count"], _part(right, batch_right), key=lambda part: part[0])
     scaled = next((name for name, (_, is_batch) in parts.items() if is_batch), "")
-    return Product(**{name: size for name, (size, _) in parts.items()}, scaled=scaled)
+    rows, columns, depth, count = (parts[name][0] for name in ("rows", "columns", "depth", "count"))
+    return Product(rows=rows, columns=columns, depth=depth, count=count, scaled=scaled)
 
 
 def _part(array: Array, dims: Iterable[int]) -> tuple[float, bool]:
@@ -249,10 +255,12 @@ def _convolution(operation: Operation) -> Product:
     columns = out.shape[features]
     depth = math.prod(kernel.shape) / kernel.shape[outputs]
     rows = math.prod(out.shape) / columns
-    batch = out.batch is not None
-    # The kernel's gradient sums over the batch, which is then a dim of the window.
-    scaled = "rows" if batch else "depth" if kernel.batch is not None else ""
-    return Product(rows=rows, columns=columns, depth=depth, scaled=scaled)
+    if out.batch is not None:
+        return Product(rows=rows, columns=columns, depth=depth, scaled="rows")
+    # The kernel's gradient: the batch is summed over, in parts that keep all cores busy.
+    scaled = "count" if kernel.batch is not None else ""
+    parts = max(depth / LEAST_DEPTH, 1.0)
+    return Product(rows=rows, columns=columns, depth=depth / parts, count=parts, scaled=scaled)
 
 
 def _attention(operation: Operation) -> Product | None:
