@@ -15,7 +15,7 @@ from jaxtp.compile.deviceless import preflight
 from jaxtp.compile.report import Report
 from jaxtp.cost.candidates import divisors, sharding
 from jaxtp.cost.ranking import Candidate, Ranking
-from jaxtp.cost.strategy import Strategy
+from jaxtp.cost.strategy import AXES, Strategy
 from jaxtp.cost.traced.price import TracedStep, rank_traced
 from jaxtp.errors import BadUsage, join
 from jaxtp.hardware.gpus import Target
@@ -115,7 +115,7 @@ def _candidates(tensor: list[int], devices: int, batch: int, fixed: Mapping[str,
             f"no mesh of {devices} GPUs runs a batch of {batch} with {given or 'these sizes'}",
             fix="fix fewer settings, or a batch that more data-parallel devices divide",
         )
-    ones = dict.fromkeys(("pp", "rounds", "cp", "ep"), 1)
+    ones = dict.fromkeys(("rounds", *(axis for axis in AXES if axis not in MESH)), 1)
     zeros = dict.fromkeys(("recompute", "sequence_parallel", "interleaved"), 0)
     whole = [{**ones, **zeros, **row} for row in rows]
     return Strategy(**{name: np.asarray([row[name] for row in whole]) for name in whole[0]})
