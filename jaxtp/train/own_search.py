@@ -127,9 +127,7 @@ def _rows(tp: int, devices: int, batch: int) -> Iterator[dict[str, int]]:
         return
     for (fsdp, zero), micro_batches in itertools.product(sharding(data), divisors(batch // data)):
         yield {
-            "dp": data // fsdp,
-            "fsdp": fsdp,
-            "tp": tp,
+            **dict(zip(MESH, (data // fsdp, fsdp, tp), strict=True)),
             "zero": zero,
             "micro_batches": micro_batches,
             "micro_batch": batch // data // micro_batches,
