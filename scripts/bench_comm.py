@@ -228,7 +228,7 @@ def replicas(compiler: Compiler) -> Section:
     slowest = max(compiler(case).compile_seconds for case in variants.values())
     fewer = 1 - counts["fused, bf16"] / counts["not fused, bf16"]
     return Section(
-        title="dp 32 x tp 8, llama3-70b, 80 layers, whole train step, h200:32x8",
+        title="dp 32 x tp 8, llama3-70b, 80 layers, all of the train step, h200:32x8",
         rows=rows,
         thresholds=[
             (f"compiles in under 60 s: {slowest:.0f} s", slowest < 60),
@@ -302,12 +302,12 @@ def overlap(compiler: Compiler) -> Section:
             text = f"{model}: products and waits at most 1.10x default's products: {over:.3f}x"
             thresholds.append((text, over <= 1.1))
     return Section(
-        title=f"80 layers, tp 8, sequences of 4096, whole train step, {kernel} attention, h100:1x8",
+        title=f"80 layers, tp 8, sequences of 4096, all of the train step, {kernel} attention, h100:1x8",
         rows=rows,
         thresholds=thresholds,
         notes=[
             "batch 2 (llama3-70b) and 4 (llama3-8b, made 80 layers deep); parameters and Adam's "
-            "moments in bf16, so that 80 layers come near the card",
+            "moments in bf16, so that 80 layers come near its memory",
             "hidden: forward/backward/both, modelled",
         ],
     )

@@ -44,7 +44,7 @@ import sys, time
 from pathlib import Path
 from jaxtp.train.run_folder import hold
 with hold(Path(sys.argv[1])):
-    print("held", flush=True)
+    print("ready", flush=True)
     time.sleep(600)
 """
 

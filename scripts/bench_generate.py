@@ -49,7 +49,7 @@ MOST_REST = 1.05
 
 
 def replicated_cache(mesh: Any, settings: str, phase: str) -> Any:
-    """The programs with the whole cache on every device."""
+    """The programs with the cache replicated on every device."""
     everywhere = functools.partial(program_on_target, constrained=False)
     return everywhere(mesh, settings, phase, cache_spec=lambda _: ((),) * 5)
 

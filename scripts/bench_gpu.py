@@ -6,7 +6,7 @@
 
 Needs one NVIDIA GPU with `jax[cuda12]`, and no attention: a few minutes. It
 
-1. measures the chip's matrix units and memory, and saves them as a description file for later
+1. measures the chip's tensor cores and memory, and saves them as a description file for later
    preflights (`jaxtp preflight --target gpu.json:1x8`);
 2. compiles the train step (AdamW, float32 parameters, bfloat16 arithmetic) by preflight for that
    description, in a process that sees no GPU, for its peak of memory and modelled seconds;
@@ -46,7 +46,7 @@ Flag = tyro.conf.FlagCreatePairsOff[bool]
 
 BATCHES = (32, 16, 8, 4, 2, 1)
 MEMORY_SHARE = 0.9
-"""Of the card, that the predicted peak may fill: CUDA and the allocator want the rest."""
+"""Of the GPU's memory, that the predicted peak may fill: CUDA and the allocator want the rest."""
 PEAK_TOLERANCE = 0.1
 WARM_STEPS = 3
 

@@ -276,7 +276,7 @@ def sizes() -> Section:
             ratio = report.peak_bytes / formula_bytes(resolve(config, 64))
             thresholds.append((f"{name}: peak {ratio:.3f} x the formula", ratio <= 1.15))
     return Section(
-        title="whole steps, every layer recomputed, XLA's attention",
+        title="complete steps, every layer recomputed, XLA's attention",
         rows=rows,
         thresholds=thresholds,
         notes=[

@@ -5,7 +5,7 @@
     python scripts/bench_load.py --gigabytes 0.2  # needs that much disk, and twice that memory
 
 "Read" is what the kernel counted while `load_hf` ran (rchar of /proc/self/io). Simulated devices
-are CPUs, so the arrays themselves are host memory; "held" is what the process needed on top of them
+are CPUs, so the arrays themselves are host memory; "kept" is what the process needed on top of them
 at its peak. The time is given as a ratio to reading the files once into new memory.
 
 Expect: read within 2% of the process's shards, held a few chunks of 64 MiB, and a ratio of 3 to 6.
@@ -61,7 +61,7 @@ def read_once(folder: Path) -> tuple[int, float]:
 
 
 def measure(folder: Path, process: int, processes: int, port: int) -> dict[str, float]:
-    """Loads the checkpoint in this process, as one of `processes`; what it read and held."""
+    """Loads the checkpoint in this process, as one of `processes`; what it read and kept."""
     import jax
 
     jax.config.update("jax_platforms", "cpu")
@@ -148,7 +148,7 @@ def main() -> None:
         print(json.dumps({"file_bytes": total, "read_once_seconds": seconds, "loads": rows}))
         return
     print(f"checkpoint of {total / 1e9:.2f} GB, read once in {seconds:.2f} s")
-    print("process   its shards        read    ratio    held on top    time / read once")
+    print("process   its shards        read    ratio    kept on top    time / read once")
     for row in rows:
         print(
             f"{row['process'] + 1} of {row['processes']}  {row['shard_bytes'] / 1e6:9.1f} MB "

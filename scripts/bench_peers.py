@@ -10,7 +10,7 @@ h100:1x8, and its program read: wire bytes per device, peak memory, FLOPs per de
     expert    specs by hand (`peer_models.py`), on a factored mesh where heads need it
     parallax  google-parallax 0.0.2, on its axis of eight; see `peer_parallax.py`
     redco     the two rules of its paper (arXiv:2310.16355), as we know them; not its code
-    largest   every array cut along its largest dim that eight divides
+    largest   every array sharded along its largest dim that eight divides
     fsdp      the same, with the batch along the same axis: parameters gathered, no tensor axis
 
 A peer that leaves work replicated saves wire bytes by doing it eight times; `x FLOPs`,
@@ -114,10 +114,10 @@ def expert_layout(case: Case) -> Layout:
 def redco_layout(case: Case) -> Layout:
     """Alternate the dim of successive products; attention goes out by head and comes back by it.
 
-    Products of one module alternate: all but the last are cut on their output, the last on its
-    input; so q, k and v are cut by heads, o on what comes from the heads, and tables by vocabulary.
+    Products of one module alternate: all but the last are sharded on their output, the last on its
+    input; so q, k and v are sharded by heads, o on what comes from the heads, and tables by vocabulary.
     Modules are taken by name, for that is all that a parameter tree says; what eight does not
-    divide stays whole.
+    divide stays replicated.
     """
     members: defaultdict[str, list[str]] = defaultdict(list)
     for path, leaf in trees.leaves(case.params):
@@ -154,7 +154,7 @@ def _is_last(path: str, members: Sequence[str]) -> bool:
 
 
 def largest_layout(case: Case) -> Layout:
-    """Every array cut along its largest dim that divides; activations as XLA likes."""
+    """Every array sharded along its largest dim that divides; activations as XLA likes."""
     return _placed(case, lambda _, leaf: _largest(leaf, "tp"))
 
 

@@ -291,7 +291,7 @@ def _equations(jaxpr: Any) -> int:
 
 
 def _peak_bytes() -> int:
-    """The most memory that this process has held so far."""
+    """The most memory that this process has had so far."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 

@@ -1,4 +1,4 @@
-"""The models of `bench_peers.py`: plain single-device Flax, and where an expert would cut each.
+"""The models of `bench_peers.py`: plain single-device Flax, and where an expert would shard each.
 
 No model knows a mesh. Every one is a language model, so that one loss and one floor serve all: a
 vocabulary-parallel table and head, and between them the column/row pairs of its blocks.
@@ -38,7 +38,7 @@ class Case:
         apply: Parameters and token ids (batch, seq) -> logits (batch, seq, vocab).
         params: Tree of `ShapeDtypeStruct`, float32.
         rules: Regular expression that matches a whole path -> dim -> axes; the first match counts,
-            and what nothing matches stays whole.
+            and what nothing matches is replicated.
         mesh: The axes that the rules name, and their sizes.
         pairs: Column/row pairs of all blocks: two in attention with MLP, one in an MLP alone.
         form_bytes: What the model's form adds to the floor of such pairs, in bytes that a device
@@ -63,7 +63,7 @@ def shared_heads(head_dim: int) -> float:
 
 
 def exchanged(columns: int) -> float:
-    """Projections in one kernel, rows cut: its shares change hands, and back for the gradient."""
+    """Projections in one kernel, rows sharded: its shares change hands, and back for the gradient."""
     return LAYERS * 2 * wire_bytes("all-to-all", WIDTH * columns * 2 / 8, 8)
 
 

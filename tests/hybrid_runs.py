@@ -31,6 +31,20 @@ MODELS = {
 BATCH, SEQ, STEPS = 32, 16, 3
 
 
+def rows(meshes):
+    """Every model on every mesh, each ZeRO stage and one micro-batch or four.
+
+    Without an fsdp axis ZeRO has nothing to shard, and the programs of all stages are one.
+    """
+    return [
+        (model, mesh, zero, num_micro)
+        for model in MODELS
+        for mesh in meshes
+        for zero in ((0, 1, 2, 3) if "fsdp" in mesh else (0,))
+        for num_micro in (1, 4)
+    ]
+
+
 def batch(step, size=BATCH):
     tokens = np.random.default_rng(step).integers(0, SIZES["vocab_size"], (size, SEQ + 1))
     return {"tokens": tokens.astype(np.int32)}

@@ -192,7 +192,7 @@ def heads_first(s: Sizes) -> Case:
 
 @model
 def latent_attention(s: Sizes) -> Case:
-    """F11, DeepSeek: low-rank downs whole, ups by head, one rotary key head shared by all."""
+    """F11, DeepSeek: low-rank downs replicated, ups by head, one rotary key head shared by all."""
     rope, rank = 4, 20
 
     def fn(p, x):

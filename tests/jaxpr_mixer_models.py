@@ -23,7 +23,7 @@ from jaxpr_models import (
 
 @model
 def plain_mlp(s: Sizes) -> Case:
-    """F9: the widest inner dim wins, whichever is cheaper on the wire."""
+    """F9: the widest inner dim wins, whichever sends fewer bytes."""
 
     def fn(p, x):
         h = jax.nn.relu(x @ p["fc1"])
@@ -245,7 +245,7 @@ def mamba(s: Sizes) -> Case:
 
 @model
 def recurrence(s: Sizes) -> Case:
-    """A GRU and an LSTM: what a kernel both contracts and produces is whole."""
+    """A GRU and an LSTM: what a kernel both contracts and produces is replicated."""
 
     def fn(p, x):
         def gru(h, u):
@@ -394,7 +394,7 @@ def time_mixing(s: Sizes) -> Case:
 
 @model
 def sparse_mlp(s: Sizes) -> Case:
-    """Only the largest hidden units count: the width is needed whole, and nothing is split."""
+    """Only the largest hidden units count: all of the width is needed, and nothing is split."""
 
     def fn(p, x):
         hidden = jax.nn.relu(x @ p["up"])

@@ -1,7 +1,7 @@
 """Small models in plain JAX, each with the findings an expert writes down by hand.
 
 A model is a function of `Sizes` that returns a `Case`. `expected` names the parameters that carry
-the tensor axis, with the dim and its units, major to minor; every other parameter is whole. Sizes
+the tensor axis, with the dim and its units, major to minor; every other one is replicated. Sizes
 vary from the distinct ones to all equal and to a batch and a sequence of one, and the findings must
 not change.
 """
@@ -219,7 +219,7 @@ def llama_tied(s: Sizes) -> Case:
 
 @model
 def multi_query(s: Sizes) -> Case:
-    """H8: one kv head stays whole."""
+    """H8: one kv head is replicated."""
     return decoder(s, 1)
 
 
@@ -333,7 +333,7 @@ def parallel_block(s: Sizes) -> Case:
 
 @model
 def qk_norms(s: Sizes) -> Case:
-    """H11: a scale as wide as all heads follows them, one as wide as a head is whole."""
+    """H11: a scale as wide as all heads follows them, one as wide as a head is replicated."""
 
     def fn(p, x):
         q = heads(rms(x @ p["q"], p["wide"]), s.heads)

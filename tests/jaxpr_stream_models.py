@@ -1,4 +1,4 @@
-"""Stacked layers, several streams, odd residuals and tables; see `jaxpr_models`."""
+"""Stacked layers, several residual streams, unusual residuals and tables; see `jaxpr_models`."""
 
 import dataclasses
 
@@ -142,7 +142,7 @@ def cond_branches(s: Sizes) -> Case:
 
 @model
 def encoder_decoder(s: Sizes) -> Case:
-    """Two streams and cross attention: k and v read one, o writes the other."""
+    """Two residual streams and cross attention: k and v read one, o writes the other."""
 
     def mix(p, x, other):
         q, k, v = (
@@ -206,7 +206,7 @@ def highway(s: Sizes) -> Case:
 
 @model
 def value_residual(s: Sizes) -> Case:
-    """Values carried from layer to layer look like a stream of heads; they are split."""
+    """Values carried from layer to layer look like a residual stream of heads; they are split."""
 
     def fn(p, ids):
         x, first = p["embed"][ids], None
@@ -443,7 +443,7 @@ def carried_weights(s: Sizes) -> Case:
 
 @model
 def moving_average(s: Sizes) -> Case:
-    """A loop that carries a parameter and changes it: reached, and whole."""
+    """A loop that carries a parameter and changes it: reached, and replicated."""
 
     def fn(p, x):
         def step(mean, row):
@@ -499,7 +499,7 @@ def shared_bias(s: Sizes) -> Case:
 
 @model
 def learned_positions(s: Sizes) -> Case:
-    """Positions as a parameter added to the stream, flat projections: head widths stay whole."""
+    """Positions as a parameter added to the residual stream, flat projections: head widths are not divided."""
 
     def fn(p, x):
         x = x + p["positions"]

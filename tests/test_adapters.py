@@ -44,7 +44,7 @@ SPELLINGS = {
 @pytest.mark.parametrize("spelling", SPELLINGS.values(), ids=SPELLINGS)
 @pytest.mark.parametrize("stack", [(), (LAYERS,)], ids=["alone", "stacked"])
 def test_factors_follow_their_weight(spelling, stack):
-    """A its input, B its output; the rank is never cut."""
+    """A its input, B its output; the rank is never sharded."""
     weight, first, second = spelling
     shapes, expected = {"norm/scale": (*stack, WIDTH)}, {"norm/scale": None}
     for name, (inner, outer) in WEIGHTS.items():
@@ -112,7 +112,7 @@ def test_scales_follow_the_blocks_of_their_weight(weight, scale, blocks):
 
 
 def test_a_block_of_a_scale_is_a_unit():
-    """Three blocks of 128 on tp 4: the pair stays together, and no block is cut."""
+    """Three blocks of 128 on tp 4: the pair stays together, and no block is divided."""
     shapes = {
         "up/kernel": (64, 384),
         "down/kernel": (384, 64),
@@ -136,7 +136,7 @@ def product(w, x):
 
 
 def forward(params, x):
-    """MLP blocks after a projection from the stream to the stream; nothing says which is which."""
+    """MLP blocks after a projection from the residual stream to itself; nothing says which is which."""
 
     def layer(x, w):
         x = x + product(w["t"], x)

@@ -54,7 +54,7 @@ TP = ("tp_0", "tp_1")
         ("logits", (4, 8, 50), None, ("dp", None, "tp_0")),  # 50: the outer factor does
         ("heads", (4, 8, 8, 16), (2, 4), ("dp", None, TP, None)),
         ("heads", (4, 8, 6, 16), (6, 1), ("dp", None, "tp_0", None)),
-        ("heads", (4, 8, 40, 16), (10, 4), ("dp", None, "tp_0", None)),  # kv heads stay whole
+        ("heads", (4, 8, 40, 16), (10, 4), ("dp", None, "tp_0", None)),  # replicated kv heads
         ("heads", (4, 8, 5, 16), (5, 1), ("dp", None, None, None)),
         ("kv_heads", (4, 8, 2, 16), None, ("dp", None, "tp_0", None)),
         ("residual", (3, 8, 16), None, (FREE, None, None)),  # uneven batch: no constraint

@@ -233,7 +233,7 @@ def test_what_does_not_fit_says_by_how_much():
 
 @pytest.mark.parametrize("copies", [1, 2])
 def test_notes_about_the_card(copies):
-    """The same program costed on a card that it fills, or overfills."""
+    """The same program costed on a GPU that it fills, or overfills."""
     report = good_report()
     small = dataclasses.replace(
         Target.parse("h100:2x4").device, memory_bytes=report.peak_bytes // copies + 2**20

@@ -1,4 +1,4 @@
-"""ZeRO over the fsdp axis: which dims it cuts, and where optimizer state then lies."""
+"""ZeRO over the fsdp axis: which dims it shards, and where optimizer state then lies."""
 
 import dataclasses
 
@@ -64,7 +64,7 @@ def test_memory_is_the_formula_and_layers_are_never_cut(model):
     for d in plan.decisions:
         if d.path.startswith(("layers/", "h/")):
             assert d.spec[0] == (), d.path
-    # What stays whole over fsdp adds next to nothing.
+    # What is replicated over fsdp adds next to nothing.
     assert plan.bytes_per_device < 1.02 * plan.num_bytes / 64
 
 
@@ -79,7 +79,7 @@ def scanned(params, x):
 
 @pytest.mark.parametrize("layers", [64, 6])
 def test_a_scan_shows_which_dim_counts_layers(layers):
-    """The dataflow sees the stack that names cannot: fsdp leaves it alone, pp deals it out."""
+    """The dataflow sees the stack that names cannot: fsdp leaves it alone, pp assigns it."""
     tree, x = shapes(a=(layers, 32, 48), b=(layers, 48, 32)), jnp.ones((4, 32))
     plan = jaxtp.make_plan(tree, MESH, fn=scanned, inputs=(x,))
     assert plan["a"].partition_spec == P(None, "fsdp", "tp")

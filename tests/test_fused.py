@@ -50,7 +50,7 @@ def by_unpacking(p, x):
 
 
 def by_weight(p, x):
-    """The weight is cut before it is multiplied."""
+    """The weight is split before it is multiplied."""
     return (heads(x @ w) for w in jnp.split(p["qkv"], 3, -1))
 
 
@@ -174,6 +174,15 @@ def test_without_a_batch_and_when_overruled_nothing_is_chosen():
     assert plan["qkv"].partition_spec == AS_IT_LIES
 
 
+def assert_same_gradients(fn, placed, plain, params, x):
+    def run(fn):
+        return jax.value_and_grad(lambda p, x: (fn(p, x) ** 2).mean())
+
+    got, want = jax.jit(run(fn))(placed, x), jax.jit(run(plain))(params, x)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+
+
 @pytest.mark.parametrize(
     ("take", "tokens", "sequence_parallel"),
     [
@@ -190,14 +199,9 @@ def test_every_way_gives_the_same_numbers(take, tokens, sequence_parallel):
     keys = iter(jax.random.split(jax.random.key(0), len(params) + 1))
     params = {n: jax.random.normal(next(keys), p.shape) / 6 for n, p in params.items()}
     x = jax.random.normal(next(keys), x.shape)
-
-    def loss(fn):
-        return jax.jit(jax.value_and_grad(lambda p: (fn(p, x) ** 2).mean()))
-
     plan = dataclasses.replace(plan, sequence_parallel=sequence_parallel)
-    got = loss(parallelize(fn, plan, mesh))(jaxtp.shard(params, mesh, plan=plan))
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(loss(fn)(params)), strict=True):
-        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+    placed = jaxtp.shard(params, mesh, plan=plan)
+    assert_same_gradients(parallelize(fn, plan, mesh), placed, fn, params, x)
 
 
 def compiled(take, tokens, width=256):
@@ -270,11 +274,7 @@ def test_a_piece_that_every_device_needs_is_replicated_beside_split_ones():
     assert plan["first"].partition_spec == ON_INPUT
     assert plan["last"].partition_spec == P("tp")
     fn = parallelize(mixer, plan, mesh)
-    placed = jaxtp.shard(params, mesh, plan=plan)
-    got = jax.jit(jax.value_and_grad(lambda p, u: (fn(p, u) ** 2).mean()))(placed, u)
-    want = jax.value_and_grad(lambda p, u: (mixer(p, u) ** 2).mean())(params, u)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+    assert_same_gradients(fn, jaxtp.shard(params, mesh, plan=plan), mixer, params, u)
     # The pieces are never put together again: nothing is concatenated but its own gradient.
     assert "concatenate[" not in str(jax.make_jaxpr(fn)(params, u))
 
@@ -300,10 +300,6 @@ def test_gate_and_up_of_ragged_experts():
     assert plan["one"].role == "fused"
     assert plan["two"].partition_spec == P(None, "tp")
     fn = parallelize(ragged, plan, mesh)
-    placed = jaxtp.shard(params, mesh, plan=plan)
-    got = jax.jit(jax.value_and_grad(lambda p, x: (fn(p, x) ** 2).mean()))(placed, x)
-    want = jax.value_and_grad(lambda p, x: (ragged(p, x) ** 2).mean())(params, x)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+    assert_same_gradients(fn, jaxtp.shard(params, mesh, plan=plan), ragged, params, x)
     # Each piece is a product of its own: gate, up, and the way back.
     assert str(jax.make_jaxpr(fn)(params, x)).count("ragged_dot_general[") == 3

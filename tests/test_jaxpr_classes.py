@@ -1,4 +1,4 @@
-"""Dimension classes: alignment, refinement, cuts, joins. And the choice between regions."""
+"""Dimension classes: alignment, refinement, splits, joins. And the choice between regions."""
 
 import itertools
 import math
@@ -109,7 +109,7 @@ def test_slicing_undoes_a_concatenation():
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_dims_always_multiply_to_their_size(data):
-    """Whatever is unified, cut, joined and reshaped: sizes stay, and equal classes stay equal."""
+    """Whatever is unified, split, joined and reshaped: sizes stay, and equal classes stay equal."""
     classes = Classes()
     dims = [(classes.fresh(n), n) for n in data.draw(st.lists(SIZES, min_size=2, max_size=6))]
     same = []

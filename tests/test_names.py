@@ -107,7 +107,7 @@ def test_latent_attention_whatever_its_module_is_called(node, suffix):
 )
 @pytest.mark.parametrize("config", [None, {"num_attention_heads": 32, "num_key_value_heads": 8}])
 def test_queries_beside_their_keys_are_cut_between_kv_heads(fused, output, config):
-    """Each of 8 kv heads lies with its 4 queries, so that a cut between groups is contiguous."""
+    """Each of 8 kv heads lies with its 4 queries, so that a split between groups is contiguous."""
     shapes = {fused: (4096, 48 * 128), output: (4096, 4096), "norm/scale": (4096,)}
     plan = jaxtp.make_plan(structs(shapes), {"tp": 4}, config=config)
     assert plan[fused].dim_on(plan.mesh.tp) == 1

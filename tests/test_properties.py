@@ -297,7 +297,7 @@ UNITS = st.lists(st.integers(1, 12), min_size=1, max_size=3).map(tuple)
 
 @given(units=UNITS, cut=st.integers(1, 64))
 def test_splits_keeps_units_whole(units, cut):
-    """A piece is some of one factor's units with everything minor to them, or it cuts a unit."""
+    """A piece is some of one factor's units with everything minor to them, or it divides a unit."""
     total = math.prod(units)
     piece = total // cut
     tails = [math.prod(units[k + 1 :]) for k in range(len(units))]

@@ -70,7 +70,7 @@ def stored(w, stages):
 
 
 def plan_for(sizes, stages, *, cut=False, **changes):
-    """A plan of the toy; `cut` over fsdp as ZeRO stage 3 does."""
+    """A plan of the toy; `cut` is sharded over fsdp as ZeRO stage 3 does."""
     decisions = []
     for name, (shape, spec) in SPECS.items():
         spec = (("pp",), *spec[1:])

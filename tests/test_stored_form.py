@@ -56,7 +56,7 @@ def assert_same(tree, other):
 
 @st.composite
 def deals(draw):
-    """Any way to deal layers out to the stages of eight devices."""
+    """Any way to assign layers to the stages of eight devices."""
     num_stages, num_rounds = draw(st.sampled_from([2, 4])), draw(st.integers(1, 3))
     num_layers = draw(st.integers(num_stages * num_rounds, 14))
     shares = [draw(st.sampled_from([1.0, 1.5, 4.0])) for _ in range(num_stages)]

@@ -90,7 +90,7 @@ def test_adafactor_moments_lose_the_axes_of_the_reduced_dim():
     assert specs["0/v/w"] == P()  # (1,)
     assert specs["0/v_row/stack"] == P()  # (2, 256)
     assert specs["0/v_col/stack"] == P(None, "tp")  # (2, 512)
-    # Nothing tells the two apart by shape, so both are whole: one vector.
+    # Nothing tells the two apart by shape, so both are replicated: one vector.
     assert specs["0/v_row/square"] == specs["0/v_col/square"] == P()
     assert specs["0/v_row/square_stack"] == specs["0/v_col/square_stack"] == P()
 

@@ -11,6 +11,8 @@ from jaxtp.errors import JaxtpError, page
 
 ROOT = Path(__file__).parent.parent
 CODE = sorted((ROOT / "jaxtp").rglob("*.py"))
+SCRIPTS = sorted((ROOT / "scripts").glob("*.py"))
+TESTS = sorted({*(ROOT / "tests").rglob("*.py")} - {Path(__file__)})
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 GLOSSARY = (ROOT / "docs" / "glossary.md").read_text()
 
@@ -33,7 +35,8 @@ INSTEAD = {
 IN_PROSE = {
     r"\b(kept|keep|keeps|stay|stays) whole\b": "replicated",
     r"\bdealt out\b": "assigned",
-    r"\b(is|are) cut (over|along)\b": "sharded",
+    r"\b(is|are|lies|lie) whole\b(?! path)": "replicated",
+    r"\bcut (over|along)\b": "sharded",
     r"\bStage (in|out):": "stage",
     r"\bmatrix units?\b": "unit",
 }
@@ -74,12 +77,13 @@ def test_a_banned_word_is_found():
 def test_strings_and_docstrings():
     said = [
         f"{path.relative_to(ROOT)}:{line}: {word}"
-        for path in CODE
+        for path in (*CODE, *SCRIPTS)
         for line, text in literals(ast.parse(path.read_text()))
         for word in found(text, INSTEAD)
     ]
     assert said == []
-    assert {path: w for path in CODE if (w := found(path.read_text(), IN_PROSE))} == {}
+    everything = (*CODE, *SCRIPTS, *TESTS)
+    assert {path: w for path in everything if (w := found(path.read_text(), IN_PROSE))} == {}
 
 
 def test_pages():

@@ -1,8 +1,8 @@
 """Memory traffic of a compiled program, products included: what bounds a step of few tokens.
 
-A train step is bound by products, and `compile/schedule` prices those by their sizes. A token of
-generation reads every weight for a few FLOPs a byte: here every instruction takes what it reads and
-writes over the memory's bandwidth, or its FLOPs over their rate, whichever is longer.
+A train step is bound by products. A token of generation reads every weight for a few FLOPs a byte:
+here every instruction takes what it reads and writes over the memory's bandwidth, or what its
+products take, whichever is longer.
 """
 
 import dataclasses
@@ -10,8 +10,14 @@ from collections.abc import Iterable
 
 from jaxtp.compile.collectives import Collective
 from jaxtp.compile.hlo import Computation, Instruction, Module
-from jaxtp.compile.instruction_work import matmul_flops, memory_bytes, parameter_bytes
-from jaxtp.cost.products import COMPILED_MEMORY_SHARE
+from jaxtp.compile.instruction_work import (
+    MatrixProducts,
+    matrix_products,
+    memory_bytes,
+    parameter_bytes,
+)
+from jaxtp.compile.schedule import products_seconds
+from jaxtp.cost.products import COMPILED_MEMORY_SHARE, TILES
 from jaxtp.hardware.gpus import Target
 
 CALLS = ("while", "conditional", "call")
@@ -73,14 +79,24 @@ class _Walk:
                     self.run(self.module.computations[name], times * trips)
                 continue
             stored, passed, written = moved(self.module, computation, instruction)
-            flops = matmul_flops(self.module, computation, instruction)
-            longest = max(
-                (stored + passed + written) / self.bandwidth, flops / self.device.matmul_flops
-            )
+            products = matrix_products(self.module, computation, instruction)
+            computing = sum(self.seconds_of(one) for one in products)
+            longest = max((stored + passed + written) / self.bandwidth, computing)
             self.stored += times * stored
             self.passed += times * passed
             self.written += times * written
             self.seconds += times * longest
+
+    def seconds_of(self, one: MatrixProducts) -> float:
+        """Products that give every core a tile as in a train step; FLOPs over their rate below.
+
+        There cuBLAS divides the contracted dim between the idle cores, which the price by tiles
+        knows nothing of.
+        """
+        rows, columns, _ = TILES[0]
+        if one.rows * one.columns * one.count < rows * columns * self.device.cores:
+            return one.flops / self.device.matmul_flops
+        return products_seconds(one, self.device)
 
 
 def moved(

@@ -52,13 +52,10 @@ def cache_shape(config: Any, batch: int, num_slots: int) -> Cache:
         batch: Rows.
         num_slots: Tokens that each may have.
     """
-    latent = getattr(config, "kv_lora_rank", None)
-    heads, width = config.num_key_value_heads, config.head_dim
-    if latent is not None:
-        heads, width = 1, latent + config.rotary_width
+    heads, width = config.cached_heads
     shape = (config.num_hidden_layers, batch, heads, num_slots, width)
     struct = jax.ShapeDtypeStruct(shape, jnp.dtype(config.dtype))
-    return Cache(struct, struct if latent is None else None)
+    return Cache(struct, None if config.caches_latents else struct)
 
 
 class LayerCache:

@@ -75,6 +75,11 @@ class DecoderConfig:
         """Layers that pipeline stages share; those in front of them all stages run."""
         return self.num_hidden_layers
 
+    @property
+    def caches_latents(self) -> bool:
+        """Whether the cache has one latent a token, of which keys and values are made."""
+        return False
+
 
 def residual_init(num_layers: int) -> jax.nn.initializers.Initializer:
     """Initialiser of a row kernel: variance 1/fan_in over the number of row products.

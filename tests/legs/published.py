@@ -107,7 +107,7 @@ def labelled_specs(tree: Mapping[str, Any], tp: int) -> dict[str, P]:
 
 
 def published_specs(tree: Mapping[str, Any], tp: int) -> dict[str, P]:
-    """The published plan; an array that it cuts where it does not divide is whole."""
+    """The published plan; an array that it shards where it does not divide is replicated."""
 
     def spec(path: str, shape: list[int]) -> P:
         entries = tree["expert_plan"][path]

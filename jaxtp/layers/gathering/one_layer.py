@@ -17,11 +17,10 @@ from jaxtp.errors import NotInterleaved
 from jaxtp.layers.gathering.weights import Replicas, Weights, weights_of
 from jaxtp.layers.recomputation import Policy
 from jaxtp.plan.trees import PyTree
+from jaxtp.rules.jaxpr.primitives import PRIMITIVES
 
 Layer = Callable[[jax.Array, PyTree, Mapping[str, Any]], jax.Array]
 """`(x, parameters of one layer, context) -> x`."""
-
-RANDOM = ("random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,6 +179,9 @@ def _check_random(jaxpr: Jaxpr) -> None:
 
 
 def _random(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
-    yield from (one for one in jaxpr.eqns if one.primitive.name in RANDOM)
+    for one in jaxpr.eqns:
+        row = PRIMITIVES.get(one.primitive.name)
+        if row is not None and row.draws:
+            yield one
     for inner in subjaxprs(jaxpr):
         yield from _random(inner)

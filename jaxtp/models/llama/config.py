@@ -406,6 +406,18 @@ class LlamaConfig(DecoderConfig):
         return self.num_hidden_layers - self.first_k_dense_replace
 
     @property
+    def caches_latents(self) -> bool:
+        """Whether the cache has one latent a token, of which keys and values are made."""
+        return self.kv_lora_rank is not None
+
+    @property
+    def cached_heads(self) -> tuple[int, int]:
+        """Heads that the cache has of a token, and the width of each; a latent counts as one."""
+        if self.kv_lora_rank is not None:
+            return 1, self.kv_lora_rank + self.rotary_width
+        return self.num_key_value_heads, self.head_dim
+
+    @property
     def rotary_width(self) -> int:
         """Elements of a head that are rotated."""
         return self.qk_rope_head_dim or int(self.head_dim * self.rotary_share)

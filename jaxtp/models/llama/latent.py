@@ -13,7 +13,6 @@ from flax import nnx
 
 from jaxtp.models.attention import attend
 from jaxtp.models.cache import LayerCache
-from jaxtp.models.layers import residual_init
 from jaxtp.models.llama.config import LlamaConfig
 from jaxtp.models.llama.parts import parts_of
 from jaxtp.models.llama.rotary import rotary_of
@@ -30,7 +29,7 @@ class LatentAttention(nnx.Module):
     """
 
     def __init__(self, config: LlamaConfig, rngs: nnx.Rngs) -> None:
-        linear, norm = parts_of(config, rngs)
+        linear, row, norm = parts_of(config, rngs)
         norm = functools.partial(norm, epsilon=LATENT_EPSILON)
         assert config.kv_lora_rank is not None
         assert config.qk_rope_head_dim is not None
@@ -48,12 +47,7 @@ class LatentAttention(nnx.Module):
         self.kv_a_proj_with_mqa = linear(config.hidden_size, down)
         self.kv_a_layernorm = norm(self.rank)
         self.kv_b_proj = linear(self.rank, (num_heads, self.plain_dim + config.v_head_dim))
-        self.o_proj = linear(
-            (num_heads, config.v_head_dim),
-            config.hidden_size,
-            axis=(-2, -1),
-            kernel_init=residual_init(config.num_hidden_layers),
-        )
+        self.o_proj = row((num_heads, config.v_head_dim), config.hidden_size, axis=(-2, -1))
 
     def __call__(
         self,

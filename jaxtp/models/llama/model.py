@@ -26,7 +26,6 @@ from jaxtp.models.layers import (
     TALLY,
     Branch,
     Layer,
-    residual_init,
     stack_layers,
 )
 from jaxtp.models.llama.config import LlamaConfig
@@ -67,20 +66,14 @@ class Attention(nnx.Module):
     """Grouped-query attention; kernels (embed, heads, head_dim) and (heads, head_dim, embed)."""
 
     def __init__(self, config: LlamaConfig, rngs: nnx.Rngs) -> None:
-        linear, norm = parts_of(config, rngs)
+        linear, row, norm = parts_of(config, rngs)
         heads = (config.num_attention_heads, config.head_dim)
         kv_heads = (config.num_key_value_heads, config.head_dim)
         self.config = config
         self.q_proj = linear(config.hidden_size, heads, use_bias=config.qkv_bias)
         self.k_proj = linear(config.hidden_size, kv_heads, use_bias=config.qkv_bias)
         self.v_proj = linear(config.hidden_size, kv_heads, use_bias=config.qkv_bias)
-        self.o_proj = linear(
-            heads,
-            config.hidden_size,
-            axis=(-2, -1),
-            use_bias=config.o_bias,
-            kernel_init=residual_init(config.num_hidden_layers),
-        )
+        self.o_proj = row(heads, config.hidden_size, axis=(-2, -1), use_bias=config.o_bias)
         if config.attention_sinks:
             self.sinks = nnx.Param(jnp.zeros(heads[0], jnp.dtype(config.param_dtype)))
         if config.qk_norm:
@@ -162,17 +155,12 @@ class MLP(GatedMLP):
         *,
         use_bias: bool = False,
     ) -> None:
-        linear, _ = parts_of(config, rngs)
+        linear, row, _ = parts_of(config, rngs)
         width = width or config.intermediate_size
         self.gated = GATES[config.hidden_act]
         self.gate_proj = linear(config.hidden_size, width, use_bias=use_bias)
         self.up_proj = linear(config.hidden_size, width, use_bias=use_bias)
-        self.down_proj = linear(
-            width,
-            config.hidden_size,
-            use_bias=use_bias,
-            kernel_init=residual_init(config.num_hidden_layers),
-        )
+        self.down_proj = row(width, config.hidden_size, use_bias=use_bias)
 
     def __call__(self, h_BTD: jax.Array) -> jax.Array:
         """The MLP's result, (batch, tokens, hidden size)."""
@@ -207,9 +195,8 @@ class LlamaLayer(Layer):
         )
 
     def __init__(self, config: LlamaConfig, rngs: nnx.Rngs, *, has_experts: bool) -> None:
-        _, norm = parts_of(config, rngs)
-        has_latents = config.kv_lora_rank is not None
-        self.self_attn = (LatentAttention if has_latents else Attention)(config, rngs)
+        _, _, norm = parts_of(config, rngs)
+        self.self_attn = (LatentAttention if config.caches_latents else Attention)(config, rngs)
         for name in filter(None, itertools.chain(*NORMS[config.norms])):
             setattr(self, name, norm(config.hidden_size))
         self.mlp = _experts(config, rngs) if has_experts else MLP(config, rngs)
@@ -229,7 +216,7 @@ class Llama(Decoder):
     config: LlamaConfig
 
     def __init__(self, config: LlamaConfig, rngs: nnx.Rngs) -> None:
-        linear, norm = parts_of(config, rngs)
+        linear, _, norm = parts_of(config, rngs)
         self.config = config
         self.embed_tokens = TokenTable(
             config.vocab_size,
@@ -289,7 +276,7 @@ class Llama(Decoder):
 
 
 def _experts(config: LlamaConfig, rngs: nnx.Rngs) -> MoE:
-    linear, _ = parts_of(config, rngs)
+    linear, *_ = parts_of(config, rngs)
     width = config.moe_intermediate_size or config.intermediate_size
     shared = config.n_shared_experts
     return MoE(

@@ -1,11 +1,13 @@
 """The linear maps and norms that every module of the Llama family is made of."""
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxtp.models.layers import residual_init
 from jaxtp.models.llama.config import LlamaConfig
 from jaxtp.models.projections import Linear
 
@@ -19,16 +21,22 @@ class OffsetRMSNorm(nnx.RMSNorm):
         return nnx.RMSNorm.__call__(shifted, x, mask=mask)
 
 
-def parts_of(
-    config: LlamaConfig, rngs: nnx.Rngs
-) -> tuple["functools.partial[Linear]", "functools.partial[nnx.RMSNorm]"]:
-    """Constructors of the family's linear maps and norms, with the config's types filled in."""
+Linears = Callable[..., Linear]
+Norms = Callable[..., nnx.RMSNorm]
+
+
+def parts_of(config: LlamaConfig, rngs: nnx.Rngs) -> tuple[Linears, Linears, Norms]:
+    """Constructors of linear maps, of those back to the residual stream, and of norms.
+
+    The config's types are filled in.
+    """
     types = {"dtype": jnp.dtype(config.dtype), "param_dtype": jnp.dtype(config.param_dtype)}
     linear = functools.partial(Linear, use_bias=False, rngs=rngs, **types)
+    row = functools.partial(linear, kernel_init=residual_init(config.num_hidden_layers))
     kind, scale_init = nnx.RMSNorm, jax.nn.initializers.ones
     if config.norm_offset:
         kind, scale_init = OffsetRMSNorm, jax.nn.initializers.zeros
     norm = functools.partial(
         kind, epsilon=config.rms_norm_eps, scale_init=scale_init, rngs=rngs, **types
     )
-    return linear, norm
+    return linear, row, norm

@@ -23,11 +23,13 @@ class Primitive:
         dims: What it does to dims.
         again: How to run it with other bodies; None if it holds no program.
         view: Whether its results hold nothing but elements of its operands.
+        draws: Whether it makes random numbers of a key.
     """
 
     dims: Handler
     again: Again | None = None
     view: bool = False
+    draws: bool = False
 
 
 def _view(dims: Handler) -> Primitive:
@@ -60,9 +62,11 @@ _ROWS: Mapping[str, Primitive] = {
     "top_k approx_top_k": Primitive(shapes.top_k),
     "reduce_window reduce_window_sum reduce_window_max reduce_window_min": Primitive(shapes.window),
     "fft": Primitive(shapes.fourier),
-    "random_seed random_wrap random_unwrap random_bits random_fold_in": Primitive(shapes.random),
-    "random_split random_clone random_gamma rng_bit_generator": Primitive(shapes.random),
-    "rng_uniform threefry2x32": Primitive(shapes.random),
+    "random_seed random_wrap random_unwrap random_fold_in": Primitive(shapes.random),
+    "random_split random_clone": Primitive(shapes.random),
+    "random_bits random_gamma rng_bit_generator rng_uniform threefry2x32": Primitive(
+        shapes.random, draws=True
+    ),
     "dot_general": Primitive(contractions.dot_general),
     "ragged_dot_general": Primitive(contractions.ragged_dot_general),
     "conv_general_dilated": Primitive(contractions.convolution),
