@@ -302,7 +302,7 @@ def overlap(compiler: Compiler) -> Section:
             text = f"{model}: products and waits at most 1.10x default's products: {over:.3f}x"
             thresholds.append((text, over <= 1.1))
     return Section(
-        title=f"80 layers, tp 8, sequences of 4096, all of the train step, {kernel} attention, h100:1x8",
+        title=f"80 layers, tp 8, sequences of 4096, a train step, {kernel} attention, h100:1x8",
         rows=rows,
         thresholds=thresholds,
         notes=[

@@ -115,9 +115,9 @@ def redco_layout(case: Case) -> Layout:
     """Alternate the dim of successive products; attention goes out by head and comes back by it.
 
     Products of one module alternate: all but the last are sharded on their output, the last on its
-    input; so q, k and v are sharded by heads, o on what comes from the heads, and tables by vocabulary.
-    Modules are taken by name, for that is all that a parameter tree says; what eight does not
-    divide stays replicated.
+    input; so q, k and v are sharded by heads, o on what comes from the heads, and tables by
+    vocabulary. Modules are taken by name, for that is all that a parameter tree says; what eight
+    does not divide stays replicated.
     """
     members: defaultdict[str, list[str]] = defaultdict(list)
     for path, leaf in trees.leaves(case.params):

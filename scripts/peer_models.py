@@ -63,7 +63,7 @@ def shared_heads(head_dim: int) -> float:
 
 
 def exchanged(columns: int) -> float:
-    """Projections in one kernel, rows sharded: its shares change hands, and back for the gradient."""
+    """Projections in one kernel, rows sharded: its shares are exchanged, the gradient's back."""
     return LAYERS * 2 * wire_bytes("all-to-all", WIDTH * columns * 2 / 8, 8)
 
 

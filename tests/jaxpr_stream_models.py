@@ -499,7 +499,7 @@ def shared_bias(s: Sizes) -> Case:
 
 @model
 def learned_positions(s: Sizes) -> Case:
-    """Positions as a parameter added to the residual stream, flat projections: head widths are not divided."""
+    """A parameter of positions on the residual stream, flat projections: no head is divided."""
 
     def fn(p, x):
         x = x + p["positions"]

@@ -136,7 +136,7 @@ def product(w, x):
 
 
 def forward(params, x):
-    """MLP blocks after a projection from the residual stream to itself; nothing says which is which."""
+    """MLP blocks after a projection of the residual stream to itself; nothing tells them apart."""
 
     def layer(x, w):
         x = x + product(w["t"], x)

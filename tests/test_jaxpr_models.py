@@ -155,7 +155,7 @@ def test_experts_have_the_width_inside_as_alternative():
 
 
 def test_classes_can_be_printed():
-    """Size, members, who makes and who contracts it, where it came from, and why it is replicated."""
+    """Size, members, who makes and who contracts it, where it is from, and why it is replicated."""
     case = MODELS["llama"](DISTINCT)
     analysis = read(case.fn, case.params, case.inputs, DISTINCT)
     known = {info.number: info for info in analysis.classes()}

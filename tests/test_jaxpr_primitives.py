@@ -326,7 +326,7 @@ OPAQUE = {
 
 @pytest.mark.parametrize("name", OPAQUE)
 def test_opaque_primitives_are_named(name):
-    """The record names the primitive and the line; a kernel into it is replicated, with that reason."""
+    """The record has the primitive and the line; a kernel into it is replicated for that reason."""
     params = {"wide": jax.ShapeDtypeStruct((N, N), jnp.float32)}
     analysis = analyse(lambda p, x: OPAQUE[name](x @ p["wide"]), params, INPUT, min_vocab=N)
     assert name in [entry.primitive for entry in analysis.opaque]

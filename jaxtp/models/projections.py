@@ -65,7 +65,7 @@ def products(inputs: jax.Array, *maps: Linear) -> tuple[jax.Array, ...]:
     """What each of several maps makes of the same inputs.
 
     Backward their kernels' parts of the inputs' gradient are partial sums on each device, which one
-    all-reduce can add; an adapter's part is complete, since its narrow product is summed before. Added
+    all-reduce can add; an adapter's part is complete, its narrow product being summed before. Added
     in turns, each kernel's part needs an all-reduce of its own, so adapters get a copy of the
     inputs, whose gradient comes after the kernels'. XLA leaves no copy in the program.
     """
