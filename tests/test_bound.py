@@ -49,6 +49,11 @@ def test_tensor_parallelism_needs_its_lower_bound():
     assert found["all-reduce", ("dp",)] == 2 * gradients
 
 
+def test_stages_share_the_reductions_of_layers_and_of_the_ends():
+    found = needs(0, pp=2, tp=4)
+    assert found["all-reduce", ("tp",)] == (4 * 6 + 2) / 2 * TOKENS * 64 * 2
+
+
 def test_zero_3_gathers_layers_twice_and_tables_once_and_reduces_once():
     found = needs(3, fsdp=4, tp=2)
     assert found["all-gather", ("fsdp",)] == 2 * (2 * 6 * LAYER + 2 * TABLE) / 2

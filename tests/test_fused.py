@@ -279,6 +279,17 @@ def test_a_piece_that_every_device_needs_is_replicated_beside_split_ones():
     assert "concatenate[" not in str(jax.make_jaxpr(fn)(params, u))
 
 
+def test_a_piece_that_every_device_needs_moves_nothing_backward():
+    width, inner, heads = 1024, 2048, 8
+    columns = 2 * inner + 2 * STATE + heads
+    sizes = {"first": (width, columns), "conv": (4, 1, inner + 2 * STATE), "last": (inner, width)}
+    params = {name: jax.ShapeDtypeStruct(size, "float32") for name, size in sizes.items()}
+    u = jax.ShapeDtypeStruct((4, 4096, width), "float32")
+    plan = jaxtp.make_plan(params, {"tp": 8}, fn=mixer, inputs=(u,))
+    gathered = 7 / 8 * 4 * width * (columns - 2 * STATE)
+    assert f"replicated {gathered / 1e6:,.2f} MB sent" in plan.explain("first")
+
+
 def ragged(p, x):
     """Experts picked by a ragged product, gate and up in one array."""
     rows = x.reshape(-1, x.shape[-1])

@@ -5,6 +5,7 @@ from planning import structs
 
 import jaxtp
 
+LEAVES = ("kernel", "bias")
 MLP = {"mlp/gate_proj/kernel": 1, "mlp/up_proj/kernel": 1, "mlp/down_proj/kernel": 0}
 MLP_SHAPES = {name: (256, 512) if dim else (512, 256) for name, dim in MLP.items()}
 
@@ -149,3 +150,51 @@ def test_a_bias_module_beside_its_kernel():
         "softmax/logits_ffn/bias/b": (32768,),
     }
     assert dims_of(shapes) == dict(zip(shapes, [1, 0, 0, None, 1, 0], strict=True))
+
+
+def test_biases_of_queries_keys_and_values_lie_with_their_heads():
+    enters = {f"attn/{name}_proj/{leaf}": leaf == "kernel" for name in "qkv" for leaf in LEAVES}
+    shapes = {path: (256, 256) if dim else (256,) for path, dim in enters.items()}
+    leaves = {"attn/o_proj/kernel": 0, "attn/o_proj/bias": None}
+    shapes |= {"attn/o_proj/kernel": (256, 256), "attn/o_proj/bias": (256,)}
+    assert dims_of(shapes, heads=8) == {path: int(dim) for path, dim in enters.items()} | leaves
+
+
+def test_gate_and_up_together_in_pytorchs_order_pair_with_the_way_back():
+    shapes = {
+        "mlp/gate_up_proj/weight": (1024, 256),
+        "mlp/gate_up_proj/bias": (1024,),
+        "mlp/down_proj/weight": (256, 512),
+        "mlp/down_proj/bias": (256,),
+    }
+    plan = jaxtp.make_plan(structs(shapes), {"tp": 8})
+    assert plan["mlp/gate_up_proj/weight"].role == "fused"
+    assert plan["mlp/down_proj/weight"].dim_on(plan.mesh.tp) == 1
+
+
+@pytest.mark.parametrize("names", [("wi", "wo"), ("gate_proj", "up_proj", "down_proj")])
+def test_matrices_that_are_all_stored_alike(names):
+    """(inner, hidden) both ways, as some mixtures of experts have them; a norm tells which."""
+    shapes = {f"mlp/{name}/kernel": (512, 256) for name in names}
+    assert dims_of(shapes | {"norm/scale": (256,)}) == dict.fromkeys(shapes, 0) | {
+        "norm/scale": None
+    }
+
+
+def test_one_scale_for_each_output_of_a_quantised_matrix_lies_along_it():
+    shapes = {
+        "mlp/up_proj/kernel": (256, 512),
+        "mlp/up_proj/scale": (512,),
+        "mlp/down_proj/kernel": (512, 256),
+        "mlp/down_proj/scale": (256,),
+    }
+    assert list(dims_of(shapes).values()) == [0, None, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "is_head"), [(2048, 64, True), (512, 64, False), (2048, 96, False)]
+)
+def test_an_output_without_a_name_is_a_head_by_its_size_alone(tokens, hidden, is_head):
+    """As wide as the table, wider than any number of classes, and from the residual stream."""
+    shapes = {"embed/embedding": (tokens, 64), "norm/scale": (64,), "proj/kernel": (hidden, tokens)}
+    assert dims_of(shapes)["proj/kernel"] == (1 if is_head else None)

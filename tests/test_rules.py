@@ -7,7 +7,7 @@ from jaxtp.errors import ConflictingDecisions, JaxtpWarning
 from jaxtp.mesh.axes import MeshShape
 from jaxtp.plan import trees
 from jaxtp.plan.trees import Param
-from jaxtp.rules import fallback, heads, model_tree, names, path_words, resolve
+from jaxtp.rules import annotations, fallback, heads, model_tree, names, path_words, resolve
 from jaxtp.rules.model_dims import ModelDims
 from jaxtp.rules.roles import Placement, Role, Source, Vote
 from jaxtp.rules.words import Word
@@ -403,3 +403,10 @@ def test_a_group_takes_the_choice_that_leaves_the_fewest_bytes(num):
     result = plan(shapes | norms(64), 4)
     dims = [result[p].dim_on(result.mesh.tp) for p in sorted(shapes)]
     assert dims == ([0, 0] if num == 4 else [1, 2])
+
+
+def test_dims_behind_the_annotated_ones_are_replicated():
+    """Several axes on one dim are a spec, which has an entry for every dim of the array."""
+    param = Param("w", (8, 16, 4), "float32", (("fsdp", "tp"),))
+    (vote,) = annotations.annotation_votes({"w": param}, MeshShape.of({"fsdp": 2, "tp": 4}))
+    assert vote.spec == (("fsdp", "tp"), (), ())

@@ -1,0 +1,83 @@
+"""Terms of prices against sums by hand: a mean over published runs would hide one that is wrong."""
+
+import dataclasses
+
+import pytest
+
+from jaxtp.cost.axis_bytes import axis_bytes
+from jaxtp.cost.block import block_seconds
+from jaxtp.cost.data_parallel import gather_seconds
+from jaxtp.cost.habits import HABITS
+from jaxtp.cost.peak_memory import kept_bytes
+from jaxtp.cost.strategy import ModelSizes, Recompute, Strategy
+from jaxtp.cost.wire import Wires
+from jaxtp.hardware.gpus import KINDS
+
+MODEL = ModelSizes(
+    layers=24, hidden=2048, ffn=8192, heads=16, kv_heads=16, head_dim=128, vocab=51200, seq=1024
+)
+BLOCKS, TABLE = MODEL.layers * MODEL.layer_params, MODEL.table_params
+MESSAGE = 2 * 1024 * 2048  # bytes of the residual stream of one sequence, in bfloat16
+WIRES, JAXTP = Wires(KINDS["h100"], 8), HABITS["jaxtp"]
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_stages_send_each_tick_both_ways_and_sum_the_tables_gradient(split):
+    s = Strategy(pp=2, tp=2, micro_batches=4, sequence_parallel=split)
+    # 5 ticks; the batch is gathered over 2 stages in and out, forward and backward; the tied
+    # table's float32 gradient, half of it on each tensor device, is summed over them.
+    sends = 2 * 5 * MESSAGE + 4 * (4 * MESSAGE / 2)
+    assert axis_bytes(MODEL, s)["pp"] == sends / (2 if split else 1) + 4 * TABLE / 2
+    assert axis_bytes(MODEL, dataclasses.replace(s, dp=2))["pp"] == sends / (2 if split else 1)
+
+
+@pytest.mark.parametrize(
+    ("micro_batches", "pp", "widths"), [(1, 1, (2, 4)), (4, 1, (4, 4)), (4, 2, (2, 4))]
+)
+def test_replicas_sum_in_float32_only_what_accumulates_without_stages(micro_batches, pp, widths):
+    sent = axis_bytes(MODEL, Strategy(dp=8, pp=pp, micro_batches=micro_batches))["dp"]
+    blocks, tables = widths
+    assert sent == pytest.approx(2 * 7 / 8 * (blocks * BLOCKS / pp + tables * TABLE))
+
+
+def test_what_each_policy_keeps_of_a_token():
+    def kept(policy):
+        return kept_bytes(MODEL, Strategy(tp=2, recompute=int(policy)), JAXTP)
+
+    stream, width, inner = 2 * 2048, 2 * 2048 / 2, 2 * 8192 / 2
+    assert kept(Recompute.FULL) == stream
+    assert kept(Recompute.OUTPUTS) == 2 * stream
+    # Queries, keys, values, and what enters the MLP's activation.
+    assert kept(Recompute.DOTS) == 2 * stream + 3 * width + inner
+    # Half of those, and the result of attention.
+    assert kept(Recompute.OPS) == 2 * stream + (3 * width + inner) / 2 + width
+
+
+@pytest.mark.parametrize("gradient_bytes", [2, 4])
+def test_zero_3_gathers_twice_and_scatters_once_a_block(gradient_bytes):
+    habits = dataclasses.replace(JAXTP, overlaps_gathers=0, gradient_bytes=gradient_bytes)
+    s = Strategy(fsdp=8, zero=3, micro_batches=4)
+    gather = WIRES.seconds("all-gather", 2 * MODEL.layer_params, 8, 1)
+    scatter = WIRES.seconds("reduce-scatter", gradient_bytes * MODEL.layer_params, 8, 1)
+    want = (4 * 24 + 1) * (gather + scatter) + 4 * 24 * gather
+    assert gather_seconds(MODEL, s, WIRES, habits, 1, 1) == pytest.approx(want)
+    assert gather_seconds(MODEL, dataclasses.replace(s, zero=2), WIRES, habits, 1, 1) == 0
+
+
+def test_the_backward_pass_gathers_its_inputs_again_and_repeats_two_reductions():
+    def messages(**changes):
+        s = Strategy(tp=4, **changes)
+        return [float(one.tensor) for one in block_seconds(MODEL, s, WIRES, JAXTP)]
+
+    forward, backward = messages()
+    assert backward == forward
+    assert messages(recompute=int(Recompute.FULL)) == [forward, 2 * forward]
+    forward, backward = messages(sequence_parallel=True)
+    gather = float(WIRES.seconds("all-gather", MESSAGE, 4, 1))
+    assert backward == pytest.approx(forward + 2 * gather)
+
+
+def test_one_process_waits_for_no_other_to_launch():
+    habits = HABITS["megatron"]
+    alone, two = (block_seconds(MODEL, Strategy(tp=n), WIRES, habits)[0].launch for n in (1, 2))
+    assert alone == habits.launch_seconds < two
