@@ -14,13 +14,13 @@ from rounding import assert_close
 
 import jaxtp
 from jaxtp.activations.by_name import use_plan
+from jaxtp.activations.context import blocks
+from jaxtp.activations.context.blocks import Scores, Side, View, gradients_of, merge, part_of
+from jaxtp.activations.context.dealing import pieces_of
+from jaxtp.activations.context.tiles import LEAST_TOKENS, attend_in_tiles
 from jaxtp.config.batch_sizes import resolve
 from jaxtp.config.settings import Batch, Communication, Config, Mesh
-from jaxtp.errors import IdleDevices, JaxtpWarning, SizeMismatch
-from jaxtp.layers.context import blocks
-from jaxtp.layers.context.blocks import Scores, Side, View, gradients_of, merge, part_of
-from jaxtp.layers.context.dealing import pieces_of
-from jaxtp.layers.context.tiles import LEAST_TOKENS, attend_in_tiles
+from jaxtp.errors import JaxtpWarning, SizeMismatch
 from jaxtp.mesh.build import make_mesh, plan_mesh
 from jaxtp.models import GPTConfig, LlamaConfig, build, cross_entropy
 from jaxtp.models.attention import attend, capped_attention
@@ -248,10 +248,3 @@ def test_interleaving_says_that_it_does_not_go_with_it():
         pytest.warns(JaxtpWarning, match="TP073 at cp: devices along cp share every sequence"),
     ):
         jax.eval_shape(loss, params)
-
-
-def test_a_model_of_somebody_else_is_refused():
-    params = {"w": jax.ShapeDtypeStruct((16, 16), jnp.float32)}
-    plan = jaxtp.make_plan(params, {"cp": 4, "tp": 2})
-    with pytest.raises(IdleDevices, match=r"TP011 at cp: parallelize .* 4 devices would do"):
-        jaxtp.parallelize(lambda params, x: x @ params["w"], plan)

@@ -13,9 +13,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from rounding import bound
 
 from jaxtp.activations.by_name import constrain, use_plan
+from jaxtp.activations.context.one_device import on_each_device
 from jaxtp.compile.deviceless import preflight
 from jaxtp.errors import BadConfig, BadStages, JaxtpWarning, SizeMismatch
-from jaxtp.layers.context.one_device import on_each_device
 from jaxtp.layers.stacked import scan_layers
 from jaxtp.mesh.axes import MeshShape
 from jaxtp.mesh.build import make_mesh

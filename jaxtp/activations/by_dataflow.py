@@ -21,7 +21,8 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtp.activations.half_batches import on_halves
 from jaxtp.activations.left_alone import Told
 from jaxtp.activations.placer import Placer
-from jaxtp.errors import BadOption, IdleDevices
+from jaxtp.activations.sequences import check_tokens
+from jaxtp.errors import BadOption
 from jaxtp.mesh.axes import Axis
 from jaxtp.mesh.build import own_mesh, refuse_explicit_context, without_explicit_axes
 from jaxtp.plan.decisions import Plan
@@ -67,12 +68,12 @@ def parallelize(
         BadMesh: TP010, when called, if the mesh has another number of devices than the plan, or
             the mesh of `jax.set_mesh` has Explicit axes.
         PlanMismatch: TP045, when called, if the plan lacks a parameter of the call.
-        IdleDevices: TP011, if the plan's mesh has devices along cp: jaxtp's own models share
-            sequences, a model of another's would do the same work on each of them.
+        IdleDevices: TP011, when called, if the plan's mesh has devices along cp and the function
+            has no sequence that they could share.
+        SizeMismatch: TP003, when called, if its tokens do not divide over cp.
     """
     if overlap not in ("auto", "aggressive"):
         raise BadOption(f"overlap is {overlap!r}", fix="auto or aggressive")
-    _refuse_shared_sequences(plan)
     told = Told()
 
     @functools.wraps(fn)
@@ -87,25 +88,17 @@ def parallelize(
         closed, shapes = jax.make_jaxpr(pure, return_shape=True)(plain, *inputs)
         paths = [plan[path].path for path, _ in leaves(plain)]
         analysis = analyse_jaxpr(closed, paths)
+        if plan.mesh.size_of(Axis.CP) > 1:
+            analysis = analysis.of_one_row()
+            check_tokens(analysis, plan)
         placer = Placer(analysis, plan, own_mesh(mesh, plan.mesh))
         results = None
         if overlap == "aggressive":
             results = on_halves(placer, pure, closed, paths, (plain, *inputs))
         if results is None:
-            results = placer.run(analysis.scope, jax.tree.leaves((plain, *inputs)))
+            given = [*jax.tree.leaves(plain), *placer.inputs(jax.tree.leaves(inputs))]
+            results = placer.run(analysis.scope, given)
         told.tell(placer.left.values())
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return cast(F, placed)
-
-
-def _refuse_shared_sequences(plan: Plan) -> None:
-    """Attention, positions and what else runs along a sequence are not rewritten for cp here."""
-    ways, name = plan.mesh.size_of(Axis.CP), plan.mesh.name_of(Axis.CP)
-    if ways > 1:
-        raise IdleDevices(
-            f"parallelize does not shard sequences: {ways} devices would do the same work",
-            where=name,
-            fix="models of jaxtp share sequences, see docs/long-sequences.md; for this one give "
-            "the devices to dp, fsdp or tp",
-        )

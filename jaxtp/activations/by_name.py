@@ -100,7 +100,7 @@ class ActivePlan:
 
     shape: MeshShape
     sequence_parallel: bool
-    mesh: Mesh
+    mesh: Mesh | jax.sharding.AbstractMesh
     interleave: bool = False
     # A model without stacked layers has hundreds; equality settles what the hash leaves open.
     decisions: tuple[ParamDecision, ...] = dataclasses.field(default=(), hash=False)

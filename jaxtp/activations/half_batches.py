@@ -13,6 +13,7 @@ from jaxtp.activations.left_alone import PRODUCTS, matters
 from jaxtp.activations.placer import FREE, Placer
 from jaxtp.activations.sums_apart import Product
 from jaxtp.errors import JaxtpWarning, NotInterleaved, join
+from jaxtp.mesh.axes import Axis
 from jaxtp.rules.jaxpr import analyse_jaxpr
 from jaxtp.rules.jaxpr.halves import Halves, Lies, MixesBatch, compare
 from jaxtp.rules.jaxpr.walk import Kind, Scope
@@ -110,8 +111,14 @@ def on_halves(
 
 
 def _refuse_shards(whole: Placer, paths: Sequence[str]) -> None:
-    """Each half would gather the weights that the batch axes shard."""
+    """Each half would gather the weights that the batch axes shard, and the keys of cp."""
     mesh = whole.plan.mesh
+    if mesh.size_of(Axis.CP) > 1:
+        raise NotInterleaved(
+            "devices along cp share every sequence",
+            where=mesh.name_of(Axis.CP),
+            fix='overlap="auto"',
+        )
     batch = {axis for axis in mesh.batch if mesh.ways((axis,)) > 1}
     for path in paths:
         if found := batch & {axis for axes in whole.plan[path].spec for axis in axes}:

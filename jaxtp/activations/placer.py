@@ -1,5 +1,6 @@
 """Runs a traced model again with sharding constraints: the equations of `by_dataflow`."""
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ from jax.extend.source_info_util import user_context
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxtp.activations.exchanged import Exchange
+from jaxtp.activations.fused_attention import FusedAttention
 from jaxtp.activations.fused_products import (
     Pieces,
     by_result,
@@ -18,7 +20,9 @@ from jaxtp.activations.fused_products import (
     product_of_piece,
 )
 from jaxtp.activations.left_alone import PRODUCTS, lost, matters, stays_manual
+from jaxtp.activations.sequences import GATHERED, Meeting, Sequences, gather_tokens
 from jaxtp.activations.shared_products import product_at, shared
+from jaxtp.activations.token_gathers import gathers_of_tokens
 from jaxtp.plan.decisions import Plan
 from jaxtp.rules.inputs import leads
 from jaxtp.rules.jaxpr import Analysis, DimClass
@@ -41,7 +45,17 @@ class Placer:
         self._widest = _widest(analysis, plan, self._leads)
         self._classes: dict[Value, tuple[DimClass, ...]] = {}
         self._exchange = Exchange(analysis, plan, self.axes, self.constrain)
-        self.left = lost(analysis, self.axes)
+        self._sequences = Sequences(analysis, plan)
+        self._fused = FusedAttention(self._sequences, plan, mesh)
+        self.left = lost(analysis, self.axes) | gathers_of_tokens(analysis, self._sequences)
+
+    def inputs(self, arrays: Sequence[Any]) -> list[Any]:
+        """What the function takes beside parameters, with its tokens sharded over cp."""
+        values = self.analysis.inputs
+        return [
+            self.constrain(x, self.held(value)) if self.has_tokens(value) else x
+            for x, value in zip(arrays, values, strict=True)
+        ]
 
     def run(self, scope: Scope, args: Sequence[Any], *, in_pieces: bool = False) -> list[Any]:
         """The outputs of one jaxpr for these inputs; pieces are put together unless wanted."""
@@ -68,7 +82,10 @@ class Placer:
         if results is None:
             operands = [value_of(var, known) for var in equation.invars]
             # Reports name the user's line, not this one.
-            with user_context(equation.source_info.traceback):
+            with (
+                user_context(equation.source_info.traceback),
+                self._sequences.running(scope, position, known),
+            ):
                 results = self._equation(scope, position, operands, gathered)
         self.put(scope, equation, results, known)
 
@@ -90,11 +107,17 @@ class Placer:
         equation = scope.jaxpr.eqns[position]
         name = equation.primitive.name
         calls = scope.calls.get(position, [])
+        kernel = self._fused.call_in(scope, position)
+        if kernel is not None:
+            return self._fused.run(equation, kernel, operands)
         if calls and self._enters_call(equation, calls):
             return self._call(scope, equation, calls, operands)
         operands = self._exchange.operands(scope, equation, operands)
         if name in PRODUCTS and self.plan.sequence_parallel:
             operands = self._gather(scope, equation, operands, gathered)
+        meeting = self._sequences.meeting(scope, equation)
+        if meeting is not None:
+            return [self._meet(scope, equation, operands, meeting)]
         if name in ("dot_general", "ragged_dot_general"):
             result = self._product(scope, equation, operands)
             if result is not None:
@@ -123,6 +146,7 @@ class Placer:
     ) -> list[Any]:
         again = PRIMITIVES[equation.primitive.name].again
         assert again is not None
+        recomputes = self._sequences.recomputing if again is checkpoint else contextlib.nullcontext
         call = Call(
             equation,
             [functools.partial(self._body, inner) for inner in calls],
@@ -130,7 +154,8 @@ class Placer:
             [self.analysis.value(scope, var) for var in equation.outvars],
             self._run_rule,
         )
-        return again(call, operands)
+        with recomputes():
+            return again(call, operands)
 
     def _body(self, scope: Scope, *args: Any) -> list[Any]:
         return self.run(scope, args)
@@ -206,10 +231,52 @@ class Placer:
         entries = [dims[d] or None if d in dims else FREE for d in range(x.ndim)]
         return self.constrain(x, entries, even_whole=() in dims.values())
 
+    def _meet(self, scope: Scope, equation: Any, operands: Sequence[Any], meeting: Meeting) -> Any:
+        """A product of tokens with tokens: one side gathered, the result sharded as the other."""
+
+        def gather(x: Any, value: Value, dim: int, widens: bool) -> Any:
+            split = self.held(value, dim)
+            whole = [None if d == dim else entry for d, entry in enumerate(split)]
+            shard = functools.partial(self.constrain, entries=split)
+            replicate = functools.partial(self.constrain, entries=whole, even_whole=True)
+            if not widens:
+                return gather_tokens(shard, replicate, x)
+            with jax.named_scope(GATHERED):
+                return replicate(shard(x))
+
+        result = self._sequences.product(equation, operands, meeting, gather)
+        entries = self.held(scope.values[equation.outvars[0]], meeting.result)
+        return self.constrain(result, entries)
+
+    def has_tokens(self, value: Value) -> bool:
+        """Whether devices along cp share a value's tokens."""
+        return any(map(self._sequences.axes_of, value.dims))
+
+    def held(self, value: Value, tokens: int | None = None) -> list[Entry]:
+        """Sharded along the batch, the tokens and region dims; the rest as XLA likes.
+
+        Args:
+            value: What is constrained.
+            tokens: The dim of tokens that is sharded, if there are several; by default the first.
+        """
+        entries: list[Entry] = []
+        used = set[str]()
+        for number, (dim, c) in enumerate(zip(value.dims, self.dims(value), strict=True)):
+            shared = self._sequences.axes_of(dim)
+            axes = self.axes(c) or self._batch_axes(dim)
+            if shared:
+                axes = shared if tokens in (None, number) else ()
+            known = () if used & set(axes) else axes
+            used.update(known)
+            entries.append(known or (None if shared else FREE))
+        return entries
+
     def _place(self, scope: Scope, equation: Any, value: Value, result: Any) -> Any:
         """An equation's result, constrained if it is one of the values that matter."""
         if value.kind is not Kind.ACTIVATION or not value.shape or isinstance(result, Pieces):
             return result
+        if self._sequences.meeting(scope, equation) is not None:
+            return result  # placed by `_meet`
         if value.skip is not None:
             return self.constrain(result, self.stream(value))
         if equation.primitive.name in PRODUCTS:
@@ -220,6 +287,9 @@ class Placer:
                 return self.constrain(result, self._region(value))
             if leaves_region:
                 return self.constrain(result, self.stream(value))
+        is_row = equation.primitive.name in ("gather", *PRODUCTS)
+        if is_row and self.has_tokens(value):
+            return self.constrain(result, self.held(value))
         return result
 
     def _by_whole(self, scope: Scope, equation: Any) -> bool:
@@ -281,17 +351,20 @@ class Placer:
         """Sharded along the batch and along region dims, replicated along the sequence."""
         entries: list[Entry] = []
         used = False
+        tokens = self._sequences.axes
         for dim, c in zip(value.dims, self.dims(value), strict=True):
             axes = () if used else self.axes(c)
             used = used or bool(axes)
-            known = axes or self._batch_axes(dim)
+            shared = () if axes else self._sequences.axes_of(dim) and tokens
+            tokens = () if shared else tokens
+            known = axes or shared or self._batch_axes(dim)
             entries.append(known or (None if c.kind in ("position", "feature") else FREE))
         return entries
 
     def stream(self, value: Value) -> list[Entry]:
         """Split along the batch, and under sequence parallelism along the sequence."""
         entries: list[Entry] = []
-        free = self.plan.mesh.tp if self.plan.sequence_parallel else ()
+        free = (*self._sequences.axes, *(self.plan.mesh.tp if self.plan.sequence_parallel else ()))
         for dim, c in zip(value.dims, self.dims(value), strict=True):
             batch = self._batch_axes(dim)
             is_sequence = c.kind == "position" and not batch and bool(dim)

@@ -20,9 +20,13 @@ _ALL_TO_ALL = (
     "an array changes which of its dims is sharded over AXES: its producer and its user want "
     "different specs"
 )
+MEANT = "jaxtp_keys_and_values"
+"""Scope of the gathers of tokens that `jaxtp.parallelize` places."""
+
 _GATHER = (
     "sharded over AXES and gathered before use: the spec does not fit the product that takes it"
 )
+_TOKENS = "all tokens of sequences are gathered over AXES: something needs them in one place"
 
 
 def unexpected(
@@ -54,6 +58,12 @@ def unexpected(
             cause = _PERMUTE
         elif one.kind == "all-to-all" and not axes <= experts:
             cause = _ALL_TO_ALL
+        elif (
+            one.kind == "all-gather"
+            and axes <= tokens
+            and not (is_written(one) or MEANT in one.op_name)
+        ):
+            cause = _TOKENS
         elif one.kind == "all-gather" and axes & tensor:
             computation = module.computations[one.computation]
             operands = computation.instructions[one.start].operands
@@ -64,8 +74,8 @@ def unexpected(
 
 
 def is_written(one: Collective) -> bool:
-    """Whether the program itself asks for a permute, and not the partitioner."""
-    return one.op_name.rsplit("/", 1)[-1].startswith("ppermute")
+    """Whether the program itself asks for a collective, and not the partitioner."""
+    return one.op_name.rsplit("/", 1)[-1].startswith(("ppermute", "all_gather"))
 
 
 def arguments_behind(module: Module, computation: Computation, value: str) -> list[str]:

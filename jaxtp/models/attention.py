@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxtp.activations.by_name import constrain
-from jaxtp.layers.context.attention import attend_shared
-from jaxtp.layers.context.blocks import Scores, soft_capped
-from jaxtp.layers.context.dealing import sharing
-from jaxtp.layers.context.one_device import on_each_device
-from jaxtp.layers.context.tiles import LEAST_TOKENS, attend_in_tiles
+from jaxtp.activations.context.attention import attend_shared
+from jaxtp.activations.context.blocks import Scores, soft_capped
+from jaxtp.activations.context.dealing import sharing
+from jaxtp.activations.context.one_device import on_each_device
+from jaxtp.activations.context.tiles import LEAST_TOKENS, attend_in_tiles
 
 WIDEST_HEAD = 128
 """cuDNN's limit in elements before Hopper (256 from there on), in multiples of 8. JAX asks the GPU

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtp.activations.by_name import constrain
-from jaxtp.layers.context.blocks import soft_capped
+from jaxtp.activations.context.blocks import soft_capped
 from jaxtp.models.attention import attend, capped_attention, softmax_with
 
 LONGEST_AT_ONCE = 1024

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 from numpy.typing import NDArray
 
+from jaxtp.activations.context.dealing import deal, undo
 from jaxtp.errors import SizeMismatch
-from jaxtp.layers.context.dealing import deal, undo
 from jaxtp.models.cache import Cache, cache_shape, scan_cached
 from jaxtp.models.layers import Layer, Sums, normed, scan_layers
 

@@ -13,6 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxtp.errors import join
+from jaxtp.mesh.axes import Axis
 from jaxtp.plan.decisions import Plan
 from jaxtp.plan.inputs import INPUT, STATE, InputDecision
 from jaxtp.plan.trees import Spec, leaves, shape_dtype
@@ -46,6 +47,7 @@ def input_decisions(
         fn: The function, for the names of its arguments; None for an `nnx.Module`.
         inputs: The arguments after the parameters.
     """
+    analysis = analysis.of_one_row() if plan.mesh.size_of(Axis.CP) > 1 else analysis
     places = _Places(analysis, plan)
     names = argument_names(fn, len(inputs))
     flat = [
@@ -136,10 +138,19 @@ class _Places:
                         f"dim {axis}: replicated, {size} rows of the batch do not divide over "
                         f"{join(mesh.batch)}"
                     )
+            elif size % mesh.size_of(Axis.CP) == 0 and self._shared(dim):
+                axes = self._shared(dim)
+                rest.append(f"dim {axis}: tokens of a sequence, over {join(axes)}")
             elif size > 1:
                 rest.append(f"dim {axis}: not sharded, {self._why_not(known, dim, size)}")
             spec.append(axes)
         return tuple(spec), (*first, *rest) or ("nothing to shard",)
+
+    def _shared(self, dim: Dim) -> tuple[str, ...]:
+        """The axes that share the tokens of a sequence, if a dim is these."""
+        name = self._plan.mesh.name_of(Axis.CP)
+        is_shared = self._plan.mesh.size_of(Axis.CP) > 1 and self._analysis.is_sequence(dim)
+        return (name,) if is_shared else ()
 
     def _tensor_axes(self, known: DimClass) -> tuple[str, ...]:
         lead = self._leads.get(known.group)

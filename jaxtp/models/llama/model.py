@@ -17,7 +17,7 @@ from flax import nnx
 from numpy.typing import NDArray
 
 from jaxtp.activations.by_name import constrain, spread
-from jaxtp.layers.context.blocks import soft_capped
+from jaxtp.activations.context.blocks import soft_capped
 from jaxtp.layers.experts import Capacity, Gate
 from jaxtp.models.attention import attend
 from jaxtp.models.cache import LayerCache

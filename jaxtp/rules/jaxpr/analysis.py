@@ -4,6 +4,7 @@ No parameter name is read: paths are carried along to label the findings.
 """
 
 import dataclasses
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ from jaxtp.rules.jaxpr import control, tracing
 from jaxtp.rules.jaxpr.classes import Atom, Dim, classes_in, resolve
 from jaxtp.rules.jaxpr.evidence import Evidence
 from jaxtp.rules.jaxpr.primitives import PRIMITIVES, SIGNATURES
-from jaxtp.rules.jaxpr.records import Contraction, Fact, Finding, Opaque
+from jaxtp.rules.jaxpr.records import Contraction, Fact, Finding, Opaque, Residual
 from jaxtp.rules.jaxpr.regions import Regions
 from jaxtp.rules.jaxpr.report import Reporter
 from jaxtp.rules.jaxpr.walk import Index, Kind, Scope, Value, Walk, is_integer, where
@@ -139,6 +140,32 @@ class Analysis:
         """Whether a dim is the batch, or leads with it."""
         atoms = resolve(dim)
         return bool(atoms) and self.batch is not None and atoms[0] is resolve((self.batch,))[0]
+
+    def is_sequence(self, dim: Dim) -> bool:
+        """Whether a dim is the tokens of the residual stream, or leads with them.
+
+        Of a residual sum it is the first dim that is neither the batch nor the features: of an
+        image the rows.
+        """
+        atoms = resolve(dim)
+        return bool(atoms) and any(atoms[0] in resolve(own)[:1] for own in self.tokens)
+
+    @functools.cached_property
+    def tokens(self) -> tuple[Dim, ...]:
+        """The dims of tokens, one of each class."""
+        found: dict[Atom, Dim] = {}
+        for fact in self._walk.facts:
+            dims = fact.dims if isinstance(fact, Residual) else ()
+            rows = (d for d in dims if d and not self.is_batch(d))
+            first = next((d for d in rows if self.dim_class(d).kind == "position"), None)
+            if first is not None:
+                found.setdefault(resolve(first)[0], first)
+        return tuple(found.values())
+
+    def of_one_row(self) -> "Analysis":
+        """The same, where the first input is one sequence: what leads its products is no batch."""
+        first = next((value.shape for value in self.inputs), ())
+        return dataclasses.replace(self, batch=None) if first[:1] == (1,) and first[1:] else self
 
     def why_not(self, dim: Dim) -> str:
         """Why a dim is never split, "" if nothing forbids it."""

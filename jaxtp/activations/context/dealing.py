@@ -70,6 +70,11 @@ def undo(x_BTD: jax.Array) -> jax.Array:
     )(x_BTD)
 
 
+def deal_features(x_BTD: jax.Array) -> jax.Array:
+    """Activations in the order of the devices, as `deal` orders ids: `undo` the other way round."""
+    return jax.linear_transpose(undo, x_BTD)(x_BTD)[0]
+
+
 def _undo(x_BTD: jax.Array, *, axis: str, ways: int) -> jax.Array:
     pieces = pieces_of(ways)
     early, late = jnp.split(x_BTD, 2, axis=1)

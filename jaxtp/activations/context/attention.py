@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxtp.activations.by_name import ActivePlan, in_force
-from jaxtp.layers.context.blocks import (
+from jaxtp.activations.context.blocks import (
     Part,
     Scores,
     Side,
@@ -31,7 +31,7 @@ from jaxtp.layers.context.blocks import (
     sinks_gradient,
     with_sinks,
 )
-from jaxtp.layers.context.kernels import gradients_of, part_of
+from jaxtp.activations.context.kernels import gradients_of, part_of
 from jaxtp.mesh.axes import Axis
 
 Gradients = tuple[jax.Array, jax.Array, jax.Array]

@@ -11,8 +11,8 @@ from typing import Any
 import jax
 
 from jaxtp.activations.by_name import ActivePlan, active_plan, in_force
-from jaxtp.layers.context.attention import Specs, in_pieces
-from jaxtp.layers.context.blocks import (
+from jaxtp.activations.context.attention import Specs, in_pieces
+from jaxtp.activations.context.blocks import (
     LARGEST,
     Part,
     Scores,

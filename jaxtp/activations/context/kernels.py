@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
-from jaxtp.layers.context import blocks
-from jaxtp.layers.context.blocks import Part, Scores, View
+from jaxtp.activations.context import blocks
+from jaxtp.activations.context.blocks import Part, Scores, View
 
 FORWARD = "dot_product_attention_fwd_wrapper"
 """JAX's name of the forward equation."""

@@ -1,0 +1,196 @@
+"""Sequences that devices along cp share, in models that never heard of it."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from rounding import assert_close
+from test_by_dataflow import Block, Model, loss
+
+import jaxtp
+from jaxtp.activations.by_dataflow import parallelize
+from jaxtp.errors import IdleDevices, JaxtpWarning, SizeMismatch
+
+TOKENS, VOCAB, WIDTH = 32, 64, 32
+PACKED = jnp.asarray(np.repeat([[1, 1, 2, 3], [1, 2, 2, 2]], TOKENS // 4, axis=1))
+
+
+class Layer(nnx.Module):
+    """Attention in a window within each segment, its mask an array; then a shift and an MLP."""
+
+    def __init__(self, rngs):
+        linear = functools.partial(nnx.Linear, use_bias=False, rngs=rngs)
+        self.ask, self.answer = linear(WIDTH, WIDTH), linear(WIDTH, WIDTH)
+        self.offer, self.content = linear(WIDTH, 16), linear(WIDTH, 16)
+        self.up, self.down = linear(WIDTH, 64), linear(64, WIDTH)
+        self.before, self.between = nnx.RMSNorm(WIDTH, rngs=rngs), nnx.RMSNorm(WIDTH, rngs=rngs)
+
+    def __call__(self, x, mask):
+        h = self.before(x)
+        q, k, v = (f(h).reshape(*x.shape[:2], -1, 8) for f in (self.ask, self.offer, self.content))
+        y = jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True)
+        x = x + self.answer(y.reshape(x.shape))
+        h = self.between(x)
+        shifted = jnp.pad(h, ((0, 0), (1, 0), (0, 0)))[:, :-1]
+        return x + self.down(nnx.gelu(self.up(h + shifted)))
+
+
+class Packed(nnx.Module):
+    """Unrolled layers over packed sequences; rows and tokens first."""
+
+    def __init__(self, rngs):
+        self.table = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
+        self.layers = nnx.List([Layer(rngs) for _ in range(2)])
+
+    def __call__(self, tokens, segments):
+        place = jnp.arange(tokens.shape[1])
+        near = (place[:, None] - place[None])[None] < 7
+        mask = ((segments[:, :, None] == segments[:, None, :]) & near)[:, None]
+        x = self.table(tokens)
+        for layer in self.layers:
+            x = layer(x, mask)
+        return self.table.attend(x)
+
+
+def packed_loss(params, tokens, segments):
+    logits = nnx.merge(nnx.split(nnx.eval_shape(lambda: Packed(nnx.Rngs(0))))[0], params)(
+        tokens[:, :-1], segments
+    )
+    rows = jnp.log(jnp.exp(logits).sum(-1)) - jnp.take_along_axis(
+        logits, tokens[:, 1:, None], axis=-1
+    ).squeeze(-1)
+    return jnp.where(segments > 1, rows, 0).sum() / (segments > 1).sum()
+
+
+@functools.cache
+def program(name):
+    """A loss of another's model, its parameters, inputs, and the numbers of one device."""
+    if name == "packed":
+        params = nnx.split(Packed(nnx.Rngs(0)))[1]
+        tokens = jax.random.randint(jax.random.key(1), (2, TOKENS + 1), 0, VOCAB)
+        fn, inputs = packed_loss, (tokens, PACKED)
+    else:
+        model = Model(Block(kv_heads=2), remat=name == "remat")
+        inputs = (jax.random.randint(jax.random.key(1), (1 if name == "scan" else 2, 16), 0, 1024),)
+        params, fn = model.init(jax.random.key(0), *inputs), loss(model.apply)
+    return fn, params, inputs, jax.jit(jax.value_and_grad(fn))(params, *inputs)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("scan", {"cp": 4, "tp": 2}),
+        ("remat", {"cp": 2, "tp": 2, "fsdp": 2}),
+        ("packed", {"cp": 8, "tp": 1}),
+        ("packed", {"cp": 2, "tp": 2, "fsdp": 2}),
+    ],
+    ids=str,
+)
+def test_loss_and_gradients_are_those_of_one_device(name, sizes):
+    fn, params, inputs, want = program(name)
+    mesh = jaxtp.make_mesh(**sizes)
+    plan = jaxtp.make_plan(params, mesh, fn=fn, inputs=inputs, zero=3)
+    plan = dataclasses.replace(plan, sequence_parallel=name == "remat")
+    placed = jaxtp.shard(params, mesh, plan=plan)
+    got = jax.jit(jax.value_and_grad(parallelize(fn, plan, mesh)))(placed, *inputs)
+    assert_close(got, want, 4 * TOKENS * 64)
+
+
+def stream(mix):
+    """A model of one residual block around `mix(params, h)`, with its parameters and input."""
+    params = {n: jax.random.normal(jax.random.key(i), (16, 16)) / 4 for i, n in enumerate("abc")}
+
+    def fn(params, x):
+        h = x @ params["a"]
+        return x + mix(params, h) @ params["c"]
+
+    return fn, params, jax.random.normal(jax.random.key(9), (2, 16, 16))
+
+
+def on_mesh(fn, params, x, sizes=None):
+    """The function on a mesh with cp=4, against its numbers on one device."""
+    sizes = sizes or {"cp": 4, "tp": 2}
+    mesh = jaxtp.make_mesh(**sizes)
+    plan = jaxtp.make_plan(params, mesh, fn=fn, inputs=(x,))
+    placed = jaxtp.shard(params, mesh, plan=plan)
+    got = jax.jit(parallelize(fn, plan, mesh))(placed, x)
+    assert_close(got, fn(params, x), 16 * 16)
+
+
+def recurrent(params, h):
+    step = lambda state, now: (jnp.tanh(state @ params["b"] + now),) * 2  # noqa: E731
+    return jax.lax.scan(step, h[:, 0], h.swapaxes(0, 1))[1].swapaxes(0, 1)
+
+
+GATHERING = {
+    "cumsum": lambda params, h: jnp.cumsum(h, 1),
+    "scan": recurrent,
+    "sort": lambda params, h: jnp.sort(h, axis=1),
+    "reshape": lambda params, h: jnp.tanh(h.reshape(-1, 16)).reshape(h.shape),
+    "slice": lambda params, h: jnp.repeat(h[:, ::2], 2, axis=1),
+}
+
+
+@pytest.mark.parametrize("name", GATHERING)
+def test_what_needs_all_tokens_is_said_by_line(name):
+    fn, params, x = stream(GATHERING[name])
+    said = rf"`{name}` at test_others_sequences.py:\d+ .*: it gathers 2,048 bytes of all"
+    with pytest.warns(JaxtpWarning, match=said):
+        on_mesh(fn, params, x)
+
+
+def keys_first(params, h):
+    """Scores with a row for each key; the softmax runs over rows."""
+    scores = jax.nn.softmax(jnp.einsum("bkd,bqd->bkq", h @ params["b"], h), axis=1)
+    return jnp.einsum("bkq,bkd->bqd", scores, h)
+
+
+def convolved(params, h):
+    kernel = params["b"].reshape(1, 16, 16)
+    return jax.lax.conv_general_dilated(
+        h, kernel, (1,), "SAME", dimension_numbers=("NTC", "TIO", "NTC")
+    )
+
+
+QUIET = {
+    "shift": lambda params, h: jnp.pad(h, ((0, 0), (1, 0), (0, 0)))[:, :-1],
+    "flip": lambda params, h: h[:, ::-1],
+    "convolution": convolved,
+    "keys first": keys_first,
+}
+
+
+@pytest.mark.parametrize("name", QUIET)
+@pytest.mark.filterwarnings("error")
+def test_nothing_is_said_of_edges_and_of_keys(name):
+    fn, params, x = stream(QUIET[name])
+    on_mesh(fn, params, x)
+
+
+@pytest.mark.parametrize(
+    ("shape", "error", "said"),
+    [
+        ((2, 18, 16), SizeMismatch, "TP003 at tokens: cp=4 does not divide 18 tokens"),
+        ((16, 16), IdleDevices, "TP011 at cp: no residual sum .* 4 devices would do the same"),
+    ],
+    ids=str,
+)
+def test_sequences_that_cannot_be_shared_are_refused(shape, error, said):
+    fn, params, _ = stream(lambda params, h: h)
+    struct = jax.ShapeDtypeStruct(shape, jnp.float32)
+    plan = jaxtp.make_plan(params, {"cp": 4, "tp": 2}, fn=fn, inputs=(struct,))
+    with pytest.raises(error, match=said):
+        jax.eval_shape(parallelize(fn, plan, jaxtp.make_mesh(cp=4, tp=2)), params, struct)
+
+
+def test_inputs_are_planned_along_their_tokens():
+    fn, params, inputs, _ = program("packed")
+    plan = jaxtp.make_plan(params, {"fsdp": 2, "cp": 4, "tp": 1}, fn=fn, inputs=inputs)
+    tokens, segments = plan.inputs
+    assert segments.spec == (("fsdp",), ("cp",))
+    assert segments.reasons[-1] == "dim 1: tokens of a sequence, over cp"
+    assert tokens.spec == (("fsdp",), ())  # a target more than tokens
