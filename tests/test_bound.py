@@ -52,6 +52,8 @@ def test_tensor_parallelism_needs_its_lower_bound():
 def test_stages_share_the_reductions_of_layers_and_of_the_ends():
     found = needs(0, pp=2, tp=4)
     assert found["all-reduce", ("tp",)] == (4 * 6 + 2) / 2 * TOKENS * 64 * 2
+    # All of them use the tables and the last norm, of which each has a gradient.
+    assert found["all-reduce", ("pp",)] == 2 * (2 * TABLE / 4 + 64)
 
 
 def test_zero_3_gathers_layers_twice_and_tables_once_and_reduces_once():
@@ -59,6 +61,12 @@ def test_zero_3_gathers_layers_twice_and_tables_once_and_reduces_once():
     assert found["all-gather", ("fsdp",)] == 2 * (2 * 6 * LAYER + 2 * TABLE) / 2
     assert found["reduce-scatter", ("fsdp",)] == 2 * (6 * LAYER + 2 * TABLE) / 2
     assert found["all-reduce", ("fsdp",)] == 2 * NORMS
+
+
+def test_replicas_reduce_what_zero_leaves_of_a_gradient():
+    found = needs(3, dp=2, fsdp=2, tp=2)
+    assert found["all-reduce", ("dp",)] == 2 * (6 * LAYER + 2 * TABLE) / 2 / 2
+    assert found["all-reduce", ("dp", "fsdp")] == 2 * NORMS
 
 
 def test_zero_1_gathers_what_was_updated():

@@ -53,6 +53,18 @@ def test_what_each_policy_keeps_of_a_token():
     assert kept(Recompute.OPS) == 2 * stream + (3 * width + inner) / 2 + width
 
 
+def test_experts_work_on_and_keep_all_rows_that_their_capacity_leaves():
+    """Room for twice the tokens doubles everything between dispatch and return."""
+    roomy = dataclasses.replace(MODEL, experts=8, chosen=2, capacity=2.0)
+    tight = dataclasses.replace(roomy, capacity=1.0)
+    kept = [kept_bytes(model, Strategy(), JAXTP) for model in (tight, roomy)]
+    assert kept[1] - kept[0] == 2 * 2 * (2 * 2048)  # two streams of two experts
+    many = Strategy(micro_batch=8)  # so that products are no longer bound by their weights
+    work = [block_seconds(model, many, WIRES, JAXTP)[0].compute for model in (tight, roomy)]
+    flops = 8 * 1024 * 2 * 2 * 2 * 2048 * 8192  # of a second set of rows, in both products
+    assert work[1] - work[0] > flops / WIRES.device.matmul_flops
+
+
 @pytest.mark.parametrize("gradient_bytes", [2, 4])
 def test_zero_3_gathers_twice_and_scatters_once_a_block(gradient_bytes):
     habits = dataclasses.replace(JAXTP, overlaps_gathers=0, gradient_bytes=gradient_bytes)

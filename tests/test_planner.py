@@ -182,7 +182,9 @@ def test_an_annotation_inside_heads_shows_its_price():
     # (heads, head_dim, embed): the annotation names the middle dim.
     assert specs(result)["out/kernel"] == "P(-, tp, -)"
     assert "given instead of dim 0 4-way" in result["out/kernel"].fallback
-    assert [n for n in result.notes if n.startswith("out/kernel: ") and "MB sent" in n]
+    # A ring all-gather of 4 x 8 x 32 float32 over four devices.
+    sent = f"and up to {3 / 4 * 4096 / 1e6:,.2f} MB sent at each use"
+    assert [n for n in result.notes if n.startswith("out/kernel: ") and sent in n]
 
 
 def test_logical_names_tell_rows_from_columns():
@@ -219,6 +221,10 @@ def test_an_unknown_head_count_is_the_reason():
 def test_budgets_that_are_no_share(budget):
     with pytest.raises(BadConfig, match="TP020 at replicated_budget"):
         plan(llama(), 4, replicated_budget=budget)
+
+
+def test_a_budget_of_nothing_is_kept_where_every_matrix_is_sharded():
+    assert not plan(llama(), 4, heads=8, strict=True, replicated_budget=0).notes
 
 
 def test_nnx_metadata():

@@ -410,3 +410,22 @@ def test_dims_behind_the_annotated_ones_are_replicated():
     param = Param("w", (8, 16, 4), "float32", (("fsdp", "tp"),))
     (vote,) = annotations.annotation_votes({"w": param}, MeshShape.of({"fsdp": 2, "tp": 4}))
     assert vote.spec == (("fsdp", "tp"), (), ())
+
+
+def test_an_annotated_dim_of_experts_goes_before_the_width_inside_each():
+    param = Param("w", (8, 16, 32), "float32", ("expert", "embed", "mlp"))
+    (vote,) = annotations.annotation_votes({"w": param}, MeshShape.of({"tp": 4}))
+    assert (vote.role, vote.placements) == (Role.EXPERT, (Placement(0, (8,)),))
+
+
+def test_biases_of_stacked_experts_follow_the_stack_and_inside_it_the_width():
+    shapes = {
+        "mlp/experts/up_proj/kernel": (8, 256, 512),
+        "mlp/experts/up_proj/bias": (8, 512),
+        "mlp/experts/down_proj/kernel": (8, 512, 256),
+        "mlp/experts/down_proj/bias": (8, 256),
+    }
+    votes = {v.path: v for v in names.votes(trees.flatten(structs(shapes)), ModelDims())}
+    stack = Placement(0, (8,))
+    assert votes["mlp/experts/up_proj/bias"].placements == (stack, Placement(1, (512,)))
+    assert votes["mlp/experts/down_proj/bias"].placements == (stack, None)
