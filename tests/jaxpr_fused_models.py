@@ -152,6 +152,23 @@ def gate_up_halves(s: Sizes) -> Case:
 
 
 @model
+def gate_up_interleaved(s: Sizes) -> Case:
+    """Gate and up are every other column, as in gpt-oss: an ordinary column of pairs."""
+
+    def fn(p, x):
+        h = x @ p["gate_up"] + p["bias"]
+        return x + (jax.nn.silu(h[..., ::2]) * h[..., 1::2]) @ p["down"]
+
+    params = {
+        "gate_up": f32(s.width, 2 * s.ffn),
+        "bias": f32(2 * s.ffn),
+        "down": f32(s.ffn, s.width),
+    }
+    expected = {"gate_up": (1, (s.ffn,)), "bias": (0, (s.ffn,)), "down": (0, (s.ffn,))}
+    return Case(fn, params, (stream(s),), expected)
+
+
+@model
 def fused_row(s: Sizes) -> Case:
     """Attention and MLP leave through one kernel: [heads | ffn] are summed over together."""
 

@@ -256,6 +256,33 @@ def pooled_classifier(s: Sizes) -> Case:
 
 
 @model
+def output_heads(s: Sizes) -> Case:
+    """Heads of several layers behind the stream: wide ones are MLPs, square ones are not."""
+
+    def fn(p, x):
+        x = x + self_attention(p["attn"], x, s)
+        near = jax.nn.gelu(jax.nn.gelu(x @ p["one"] + p["one_bias"]) @ p["two"]) @ p["three"]
+        near = near / jnp.linalg.norm(near, axis=-1, keepdims=True)
+        scores = jnp.tanh(x[:, 0] @ p["square"]) @ p["labels"]
+        return near @ p["prototypes"], scores
+
+    wide = 4 * s.width
+    params = {
+        "attn": qkvo_params(s),
+        "one": f32(s.width, wide),
+        "one_bias": f32(wide),
+        "two": f32(wide, wide),
+        "three": f32(wide, s.width // 2),
+        "prototypes": f32(s.width // 2, s.vocab),
+        "square": f32(s.width, s.width),
+        "labels": f32(s.width, 2),
+    }
+    expected = {"one": (1, (wide,)), "one_bias": (0, (wide,)), "two": (0, (wide,))}
+    expected |= {"prototypes": (1, (s.vocab,))} | qkvo_expected(s, "attn/")
+    return Case(fn, params, (stream(s),), expected)
+
+
+@model
 def one_hot_tokens(s: Sizes) -> Case:
     """A lookup written as a product with one-hot tokens, and a narrow embedding that is widened."""
 

@@ -21,7 +21,7 @@ from jaxtp.activations.fused_products import (
 )
 from jaxtp.activations.left_alone import PRODUCTS, lost, matters, stays_manual
 from jaxtp.activations.sequences import GATHERED, Meeting, Sequences, gather_tokens
-from jaxtp.activations.shared_products import product_at, shared
+from jaxtp.activations.shared_products import convolution_at, product_at, shared
 from jaxtp.activations.token_gathers import gathers_of_tokens
 from jaxtp.plan.decisions import Plan
 from jaxtp.rules.inputs import leads
@@ -118,7 +118,7 @@ class Placer:
         meeting = self._sequences.meeting(scope, equation)
         if meeting is not None:
             return [self._meet(scope, equation, operands, meeting)]
-        if name in ("dot_general", "ragged_dot_general"):
+        if name in PRODUCTS:
             result = self._product(scope, equation, operands)
             if result is not None:
                 return [result]
@@ -194,7 +194,12 @@ class Placer:
             ranks = [len(v.aval.shape) for v in equation.invars[:2]]
             for dim, c in enumerate(self.dims(value)):
                 wide = self._widest.get(c.group, ())
-                product = product_at(equation.params, ranks, index, dim, groups) if wide else None
+                if not wide:
+                    product = None
+                elif equation.primitive.name == "conv_general_dilated":
+                    product = convolution_at(equation.params, index, dim)
+                else:
+                    product = product_at(equation.params, ranks, index, dim, groups)
                 if product is None:
                     continue
                 axes = self.plan.axes_for(c.units)
@@ -210,7 +215,8 @@ class Placer:
                 if finding.pieces:
                     return product_of_piece(product, self._split, axes, x, w)
                 rest = wide[len(axes) :]
-                if rest and groups is None and self.plan.mesh.ways(axes) == c.units[0]:
+                plain = groups is None and not product.convolves
+                if rest and plain and self.plan.mesh.ways(axes) == c.units[0]:
                     copies = self.plan.mesh.ways(rest)
                     return shared(product, self._split, c.units[0], copies, axes, rest, x, w)
         return None

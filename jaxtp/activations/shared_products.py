@@ -14,7 +14,7 @@ Place = Callable[[Any, dict[int, tuple[str, ...]]], Any]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WeightProduct:
-    """Which operand of a `dot_general` is the weight, and where one of its free dims comes out.
+    """Which operand of a product is the weight, and where one of its free dims comes out.
 
     Attributes:
         params: Of the equation, `dimension_numbers` among them.
@@ -22,6 +22,7 @@ class WeightProduct:
         dim: The weight's dim in question.
         out: The same dim in the result.
         groups: Group sizes, for a ragged product (stacked weights, chosen by row).
+        convolves: Whether it is a convolution; its weight is always operand 1.
     """
 
     params: dict[str, Any]
@@ -29,9 +30,12 @@ class WeightProduct:
     dim: int
     out: int
     groups: Any = None
+    convolves: bool = False
 
     def __call__(self, x: Any, w: Any) -> Any:
         """The product; `x` is the activation, wherever it stands in the equation."""
+        if self.convolves:
+            return jax.lax.conv_general_dilated_p.bind(x, w, **self.params)
         if self.groups is not None:
             return jax.lax.ragged_dot_general(x, w, self.groups, **self.params)
         return jax.lax.dot_general(*((w, x) if self.weight == 0 else (x, w)), **self.params)
@@ -83,6 +87,21 @@ def product_at(
         return None
     before = len(batch[0]) + (len(free[0]) if weight == 1 else 0)
     return WeightProduct(params, weight, dim, before + free[weight].index(dim), groups)
+
+
+def convolution_at(params: dict[str, Any], weight: int, dim: int) -> WeightProduct | None:
+    """The product of a convolution seen from its kernel's output channels; None from elsewhere.
+
+    Args:
+        params: Of a `conv_general_dilated`.
+        weight: Which operand is the kernel.
+        dim: The kernel's dim.
+    """
+    numbers = params["dimension_numbers"]
+    grouped = params["feature_group_count"] > 1 or params["batch_group_count"] > 1
+    if weight != 1 or grouped or dim != numbers.rhs_spec[0]:
+        return None
+    return WeightProduct(params, weight, dim, numbers.out_spec[1], convolves=True)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4, 5))

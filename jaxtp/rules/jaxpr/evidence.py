@@ -106,12 +106,34 @@ class Evidence:
     def kind(self, atom: Atom) -> str:
         """What a class may be split as: one of the four kinds, or "" if it is never split."""
         if atom not in self._kinds:
-            self._kinds[atom] = "" if atom in self.streams else self._judge(atom)
+            self._kinds[atom] = "" if atom in self.streams else self._judge(atom, heads=True)
         return self._kinds[atom]
 
     def leads_back(self, known: Known) -> bool:
         """Whether a kernel that contracts it writes the stream; for low ranks none does."""
         return not self.streams or any(self.writes_stream(fact) for fact in known.contracted)
+
+    def leads_out(self, known: Known) -> bool:
+        """Whether it is the inner width of an MLP that ends in an output, as heads of models do.
+
+        It is wider than what goes in, so that there is work to split, and no narrower than what
+        comes out, or to sum that over devices would send more than it saves.
+        """
+        wide = any(_elements(fact.free) > _elements(fact.summed) for fact in known.produced)
+        return wide and any(
+            _elements(fact.summed) >= _elements(fact.free) > 1
+            and all(self._ends(free, frozenset()) for free in classes_in(fact.free))
+            for fact in known.contracted
+        )
+
+    def _ends(self, atom: Atom, seen: frozenset[Atom]) -> bool:
+        """Whether a class is an output, or kernels lead from it to one and nowhere else."""
+        known = self.of(atom)
+        needed = known.whole or known.needed or known.stacked or known.chosen or known.lost
+        if needed or atom in seen or atom in self.streams:
+            return False
+        after = classes_in(dim for fact in known.contracted for dim in fact.free)
+        return all(self._ends(free, seen | {atom}) for free in after)
 
     def writes_stream(self, fact: Contraction) -> bool:
         """Whether a contraction's output features, or a piece of them, are the residual stream."""
@@ -134,7 +156,7 @@ class Evidence:
         atoms = classes_in(self.params[path])
         return bool(atoms) and all(self.kind(atom) == EXPERT for atom in atoms)
 
-    def _judge(self, atom: Atom) -> str:
+    def _judge(self, atom: Atom, *, heads: bool = False) -> str:
         known = self.of(atom)
         if self._is_routed(known):
             return EXPERT
@@ -151,7 +173,7 @@ class Evidence:
             return VOCAB if atom.size >= self._min_vocab else SMALL
         if not known.produced or known.needed:
             return ""
-        return INNER if self.leads_back(known) else ""
+        return INNER if self.leads_back(known) or (heads and self.leads_out(known)) else ""
 
     def _is_routed(self, known: Known) -> bool:
         """Whether a class is one of experts.
@@ -281,7 +303,7 @@ class Evidence:
                 continue
             sides = frozenset(classes_in(first.summed)), frozenset(classes_in(second.free))
             weight = direct.get((first.source, *sides))
-            rank, *widths = (dim_size(sum(d, ())) for d in (first.free, first.summed, second.free))
+            rank, *widths = map(_elements, (first.free, first.summed, second.free))
             if weight is not None and rank < min(widths):
                 for atom in classes_in(first.free):
                     self._note(atom).whole.append(f"the rank of an adapter of `{weight}`")
@@ -322,9 +344,14 @@ class Evidence:
             holding = [atom in classes_in((dim,)) for dim in dims]
             if not any(holding):
                 continue
-            size = dim_size(sum(dims, ()))
+            size = _elements(dims)
             others = [dim for dim, holds in zip(dims, holding, strict=True) if not holds]
             total += size
             if not any(self.kind(other) for other in classes_in(others)):
                 lost += size
         return lost, total
+
+
+def _elements(dims: Dims) -> int:
+    """Elements along several dims."""
+    return dim_size(sum(dims, ()))

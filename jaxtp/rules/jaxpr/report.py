@@ -134,7 +134,7 @@ class Reporter:
         summed = [resolve(dim) for dim in products[0].summed]
         operand = products[0].equation.invars[0].aval
         result = products[0].equation.outvars[0].aval
-        elements = sum(dim_size(sum(p.summed + p.free + p.batch, ())) for p in products)
+        elements = sum(map(_weight_elements, products))
         return Use(
             inputs=tuple(axis for axis, dim in enumerate(dims) if dim and resolve(dim) in summed),
             rows=tuple(map(dim_size, products[0].rows)) if whole else (),
@@ -228,3 +228,10 @@ def _quote(facts: Sequence[Contraction]) -> str:
     """The parameters of some contractions, each once."""
     paths = dict.fromkeys(fact.path for fact in facts)
     return join((f"`{path}`" if path else "a computed weight" for path in paths), 4)
+
+
+def _weight_elements(product: Contraction) -> int:
+    """Elements of the weight in a product, positions under a convolution's window included."""
+    if product.equation.primitive.name == "conv_general_dilated":
+        return product.equation.invars[1].aval.size
+    return dim_size(sum(product.summed + product.free + product.batch, ()))

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from jaxtp.rules.jaxpr.classes import Dims
+from jaxtp.rules.jaxpr.classes import Dim, Dims
 from jaxtp.rules.jaxpr.records import Reduction, Whole
 from jaxtp.rules.jaxpr.walk import Index, Result, Value, Walk, shape_of
 
@@ -67,20 +67,23 @@ def tile(walk: Walk, equation: Any, inputs: Sequence[Value]) -> list[Result]:
 
 
 def slice_(walk: Walk, equation: Any, inputs: Sequence[Value]) -> list[Result]:
-    """Contiguous slices are cuts; strided ones need all of the dim."""
+    """Contiguous slices are cuts; one of every k elements is the major factor of n x k."""
     params, value = equation.params, inputs[0]
     strides = params["strides"] or (1,) * len(value.dims)
     shape = shape_of(equation.outvars[0].aval)
-    needs_whole(walk, equation, value, [i for i, step in enumerate(strides) if step != 1])
-    limits = zip(params["start_indices"], params["limit_indices"], strict=True)
-    return [
-        tuple(
-            walk.classes.cut(value.dims[i], start, stop)
-            if strides[i] == 1
-            else walk.classes.fresh(shape[i])
-            for i, (start, stop) in enumerate(limits)
-        )
-    ]
+    dims: list[Dim] = []
+    for axis, (dim, step, new) in enumerate(zip(value.dims, strides, shape, strict=True)):
+        start, stop = params["start_indices"][axis], params["limit_indices"][axis]
+        if step == 1:
+            dims.append(walk.classes.cut(dim, start, stop))
+        elif new * step == value.shape[axis]:  # interleaved pieces, such as gate and up
+            taken, skipped = walk.classes.align((dim,), (new, step))
+            walk.facts.append(Whole(skipped, equation.primitive.name, equation))
+            dims.append(taken)
+        else:
+            needs_whole(walk, equation, value, [axis])
+            dims.append(walk.classes.fresh(new))
+    return [tuple(dims)]
 
 
 def _cuts(walk: Walk, value: Value, axis: int, sizes: Sequence[int]) -> list[Dims]:
