@@ -201,3 +201,52 @@ def test_an_output_without_a_name_is_a_head_by_its_size_alone(tokens, hidden, is
     """As wide as the table, wider than any number of classes, and from the residual stream."""
     shapes = {"embed/embedding": (tokens, 64), "norm/scale": (64,), "proj/kernel": (hidden, tokens)}
     assert dims_of(shapes)["proj/kernel"] == (1 if is_head else None)
+
+
+QKVO = {f"attn/{n}_proj/kernel": (256, 1024) for n in "qkv"} | {"attn/o_proj/kernel": (1024, 256)}
+
+
+@pytest.mark.parametrize(
+    ("shapes", "dims"),
+    [
+        # One head for each codebook.
+        ({f"lm_heads/{i}/kernel": (256, 2048) for i in range(2)}, [1, 1]),
+        # Keys of relative positions and their two biases, in conformers and Transformer-XL.
+        (
+            {
+                "attn/linear_pos/kernel": (256, 1024),
+                "attn/pos_bias_u": (8, 128),
+                "attn/pos_bias_v": (8, 128),
+                "attn/r_w_bias": (8, 128),
+            },
+            [1, 0, 0, 0],
+        ),
+        # One row a distance, as wide as a head.
+        ({"attn/rel_pos_h": (127, 128), "attn/rel_pos_w": (127, 128)}, [None, None]),
+        # One entry a head, for as many heads as buckets.
+        ({"attn/relative_attention_bias/weight": (8, 8)}, [1]),
+        # Rows that are looked up are no layer of an MLP; many of them are tokens.
+        (
+            {"tags/embedding": (4, 512), "marks/embedding": (1, 512), "h/0/kernel": (512, 32)},
+            [None, None, None],
+        ),
+        ({"lut/embedding": (4096, 256)}, [0]),
+        ({"x_embedder/weight": (64, 256), "context_embedder/weight": (4096, 256)}, [None, None]),
+        # An adapter from one width to another, its second matrix square.
+        ({"adapter/fc1/kernel": (1280, 512), "adapter/fc2/kernel": (512, 512)}, [1, 0]),
+        # Two streams in one block.
+        (
+            {f"attn/add_{n}_proj/kernel": (256, 1024) for n in "qkv"}
+            | {"attn/to_add_out/kernel": (1024, 256)},
+            [1, 1, 1, 0],
+        ),
+    ],
+)
+def test_what_lies_beside_attention(shapes, dims):
+    rest = {**QKVO, "norm/scale": (256,)}
+    assert dims_of({**rest, **shapes}) == {
+        **dict.fromkeys(QKVO, 1),
+        "attn/o_proj/kernel": 0,
+        "norm/scale": None,
+        **dict(zip(shapes, dims, strict=True)),
+    }

@@ -263,8 +263,7 @@ def _table_votes(tree: ModelTree, known: dict[str, Heads]) -> Iterator[Vote]:
         near = next((below[n] for n in leaf.nodes if n in below), set[Heads]())
         units = {h.query_units for h in near}
         counts = {h.query for h in near}
-        looked_up = leaf.param.path.endswith("/embedding")
-        dims = leaf.core[-1:] if looked_up else leaf.core
+        dims = leaf.core[-1:] if leaf.looked_up else leaf.core
         fits = [d for d in dims if {leaf.param.shape[d]} == counts]
         if len(fits) != 1 or len(units) != 1:
             reason = "one entry per head, but the heads' dim cannot be told apart"

@@ -123,7 +123,6 @@ def table_sizes(tree: ModelTree) -> dict[str, list[tuple[int, ...]]]:
     for leaf in tree.leaves.values():
         if leaf.name.word is Word.HEAD_TABLE and leaf.sizes:
             # A looked-up table is (buckets, heads); an array of no known kind may be turned.
-            looked_up = leaf.param.path.endswith("/embedding")
             for node in leaf.nodes:
-                found.setdefault(node, []).append(leaf.sizes[-1:] if looked_up else leaf.sizes)
+                found.setdefault(node, []).append(leaf.sizes[-1:] if leaf.looked_up else leaf.sizes)
     return found

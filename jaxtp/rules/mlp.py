@@ -100,7 +100,9 @@ def votes(tree: ModelTree) -> Iterator[Vote]:
     for leaf in tree.leaves.values():
         if leaf.name.bias:
             biases[leaf.name.stem].append(leaf)
-        elif leaf.name.word not in NOT_MLP and (len(_dims(leaf)) in (2, 3) or 2 in leaf.sizes):
+        elif leaf.name.word in NOT_MLP or leaf.looked_up:
+            continue
+        elif len(_dims(leaf)) in (2, 3) or 2 in leaf.sizes:
             pending[leaf.nodes[0]].append(leaf)
     nodes = dict.fromkeys(n for leaf in tree.leaves.values() for n in leaf.nodes)
     for node in sorted(nodes, key=lambda n: (-n.count("/") - bool(n), n)):
@@ -244,8 +246,17 @@ def _alike(tree: ModelTree, views: Iterable[Matrix]) -> Options:
 
 
 def _chain(tree: ModelTree, views: Iterable[Matrix]) -> Options:
-    """Without a residual stream: a width that one matrix ends in and another begins with."""
+    """Without a residual stream: a width that one matrix ends in and another begins with.
+
+    Two named matrices of one module need not differ: an adapter from one width to another.
+    """
     flat = [m for m in views if m.stack is None]
+    first, last = ([m for m in flat if m.leaf.name.word is word] for word in (Word.IN, Word.OUT))
+    if len(first) == len(last) == 1 and first[0].leaf.nodes[1:] == last[0].leaf.nodes[1:]:
+        turned = tree.out_first(first[0].leaf)
+        inner = first[0].a if turned else first[0].b
+        if inner == (last[0].b if turned else last[0].a):
+            return {(inner, None, 0): [*first, *last]}
     ends, begins = {m.b for m in flat if m.a != m.b}, {m.a for m in flat if m.a != m.b}
     widths = (ends & begins) - tree.streams - tree.widths
     return {(w, None, 0): [m for m in flat if (m.a == w) != (m.b == w)] for w in widths}

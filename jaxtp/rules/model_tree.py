@@ -11,7 +11,7 @@ from jaxtp.plan.trees import Param
 from jaxtp.rules import path_words
 from jaxtp.rules.model_dims import ModelDims
 from jaxtp.rules.path_words import Name
-from jaxtp.rules.words import FUSED_QKV, Word
+from jaxtp.rules.words import FUSED_QKV, TABLES, Word
 
 
 @dataclasses.dataclass(slots=True)
@@ -33,6 +33,12 @@ class Leaf:
     core: tuple[int, ...]
     sizes: tuple[int, ...]
     layer: int | None = None
+
+    @property
+    def looked_up(self) -> bool:
+        """Whether its rows are picked by index, as the last part of its path says."""
+        last = self.param.path.rpartition("/")[2]
+        return last in TABLES or (last == "weight" and self.name.word is Word.HEAD_TABLE)
 
     def mark_stack(self, dim: int) -> None:
         """Takes one dim out of the core: it counts layers."""

@@ -185,7 +185,7 @@ def _word(modules: list[str], leaf: str, in_attention: bool) -> Word:
             return Word.QKV_PER_GROUP
         if word is not Word.NONE:
             return word
-    if len(own) > 1 and re.search(r"^(lm head|predictions|cls)$", own[-2]):
+    if len(own) > 1 and re.search(r"^(lm heads?|predictions|cls)$", own[-2]):
         return Word.HEAD
     if leaf in ("scale", "gamma"):
         return Word.NORM

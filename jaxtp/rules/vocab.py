@@ -23,7 +23,7 @@ def votes(tree: ModelTree) -> Iterator[Vote]:
     """Votes for token tables, heads, and biases as long as the vocabulary."""
     vocabs = {tree.dims.vocab_size} - {0}
     for leaf in tree.leaves.values():
-        if leaf.name.word is Word.TOKENS and not leaf.name.bias and _is_table(leaf):
+        if _is_table(leaf):
             dim = _vocab_dim(tree, leaf, vocabs)
             size = leaf.param.shape[dim]
             vocabs.add(size)
@@ -35,8 +35,15 @@ def votes(tree: ModelTree) -> Iterator[Vote]:
 
 
 def _is_table(leaf: Leaf) -> bool:
-    """Two dims or more with more rows than a class token or a mask token has."""
-    return len(leaf.sizes) > 1 and min(leaf.sizes) > 1
+    """Two dims or more with more rows than a class token or a mask token has.
+
+    Without a name, rows that are looked up are tokens if there are many.
+    """
+    if len(leaf.sizes) < 2 or min(leaf.sizes) < 2 or leaf.name.bias:
+        return False
+    many = leaf.sizes[0] >= max(FEWEST_TOKENS, leaf.sizes[-1] + 1)
+    unnamed = leaf.looked_up and leaf.name.word is Word.NONE and many
+    return leaf.name.word is Word.TOKENS or unnamed
 
 
 def _vocab_dim(tree: ModelTree, leaf: Leaf, vocabs: set[int]) -> int:

@@ -30,6 +30,9 @@ LEAVES = frozenset(
 )
 """Last path parts that say what kind of array it is, but not what it is for."""
 
+TABLES = frozenset(["embedding", "embeddings"])
+"""Last path parts of arrays whose rows are looked up."""
+
 WRAPPERS = frozenset(["kernel", "weight", "weights", "w", "array", "base layer", "base module"])
 """Modules around an array that say no more about it than `LEAVES` do."""
 
@@ -79,24 +82,30 @@ ENTERS_ATTENTION = ATTENTION - {Word.O, Word.LOW_RANK}
 ANYWHERE: tuple[tuple[str, Word], ...] = (
     (r"\bnorm|norm\b|\bln\b|\bln ?[\df]|layer ?norm|\bgamma\b|\bbn\b|batch ?stats", Word.NORM),
     (r"\badapter\b", Word.LOW_RANK),
-    (r"\brel\b|\brelpos|\brelative|\bt5 bias|alibi|\bsinks?\b", Word.HEAD_TABLE),
+    (r"\brel pos [hw]\b", Word.POSITION),  # one row per distance, as wide as a head
     (
-        r"\bpos(emb\w*)?\b|position|\bwpe\b|token type|segment|\btype emb|timestep|time emb|"
-        r"rotary|\brope\b|\bfreqs?\b",
+        r"\brel\b|\brelpos|\brelative|\bt5 bias|alibi|\bsinks?\b|\bpos bias [uv]$|^r [wr]( bias)?$",
+        Word.HEAD_TABLE,
+    ),
+    (
+        r"(?<!linear )\bpos(emb\w*)?\b|position|\bwpe\b|token type|segment|\btype emb|"
+        r"timestep|time emb|rotary|\brope\b|\bfreqs?\b",
         Word.POSITION,
     ),
     # A pointwise convolution (ConvNeXt's pwconv) mixes no positions: it is a matrix.
-    (r"(?<!pw)conv(?!1d)|patch|\bstem\b", Word.CONV),
+    (r"(?<!pw)conv(?!1d)|patch|\bstem\b|^(x|context) embedder$", Word.CONV),
     (r"\brouter\b|\bgate weight|^gating$|expert gate", Word.ROUTER),
     (
-        r"\b(lm head|logits?|logit ?dense|logits? dense|embed out|unembed\w*|vocab projector|"
+        r"\b(lm heads?|logits?|logit ?dense|logits? dense|embed out|unembed\w*|vocab projector|"
         r"output embed\w*|final logits bias)\b|^softmax$",
         Word.HEAD,
     ),
     (r"embed|\bwte\b|\bemb\b|\bshared\b|\bvocab(ulary)?$|^(tok(en)?|word)s?$", Word.TOKENS),
 )
 
-AROUND = re.compile(r"^((self|cross|attn|att|attention|mha|input|to|linear|dense|proj|fc) )+")
+AROUND = re.compile(
+    r"^((self|cross|attn|att|attention|mha|input|to|linear|dense|proj|fc|add|added) )+"
+)
 """Words in front of a projection's own in attention: `attn_q`, `proj_out`, `input_to_query`."""
 
 IN_ATTENTION: tuple[tuple[str, Word], ...] = (
@@ -106,7 +115,7 @@ IN_ATTENTION: tuple[tuple[str, Word], ...] = (
     (r"^w?kv? (b|up)\b", Word.KV_UP),
     (r"^w?kv\b|key value", Word.KV),
     (r"^(w ?q|q|query|queries|q proj)\b", Word.Q),
-    (r"^(w ?k|k|keys?)\b", Word.K),
+    (r"^(w ?k|k|keys?|pos$)\b", Word.K),  # `linear_pos`: keys of relative positions
     (r"to (out|output)$", Word.O),
     (r"^(w ?v|v|values?)\b", Word.V),
     (r"\bgate\b", Word.NONE),
