@@ -124,6 +124,13 @@ CASES = {
     "3 rows on 2 stages": (EVEN(4, 2, micro_batches=3), DP, 6, "none", {}),
     "1 and 5 layers": (Stages(layers=((1, 5),), micro_batches=4), DP, 8, "none", {}),
     "zero 3": (EVEN(5, 2), FSDP, 8, "full", {"cut": True, "sequence_parallel": True}),
+    "zero 3, gathered once": (
+        EVEN(5, 2), FSDP, 16, "full", {"cut": True, "overlap": "aggressive"},
+    ),
+    "rounds, gathered once": (
+        EVEN(7, 2, num_rounds=2), {"dp": 2, "fsdp": 2, "tp": 1}, 16, "none",
+        {"cut": True, "overlap": "aggressive"},
+    ),
     "sequence parallel": (EVEN(4, 2), DP, 8, "stage", {"sequence_parallel": True}),
 }  # fmt: skip
 
@@ -295,7 +302,10 @@ def test_layers_in_stages_are_not_interleaved_and_say_so():
     graph, params = nnx.split(shard(abstract(LLAMA), mesh, plan=plan))
     tokens = jax.ShapeDtypeStruct((4, 8), jnp.int32)
     plan = dataclasses.replace(plan, overlap="aggressive")
-    with use_plan(plan, mesh), pytest.warns(JaxtpWarning, match="TP073.*pipeline stages"):
+    with (
+        use_plan(plan, mesh),
+        pytest.warns(JaxtpWarning, match="TP073.*stages: .*, 16 of 0.00781 MiB"),
+    ):
         jax.eval_shape(lambda p, t: nnx.merge(graph, p)(t), params, tokens)
 
 
@@ -327,12 +337,13 @@ def test_micro_batches_beside_those_of_the_stages_are_refused():
 # What the GPU compiler makes of it
 
 
-def gradient_step(mesh, rows, tokens):
+def gradient_step(mesh, rows, tokens, overlap="auto"):
     """Gradient descent on LLAMA in 2 stages for 8 micro-batches of `rows` sequences a replica."""
     stages = Stages.even(LLAMA.num_hidden_layers, mesh.shape["pp"], micro_batches=8)
     plan = make_plan(abstract(LLAMA), mesh, config=LLAMA, stages=stages)
+    plan = dataclasses.replace(plan, overlap=overlap)
     graph, params = nnx.split(shard(abstract(LLAMA), mesh, plan=plan))
-    batch = mesh.shape["dp"] * stages.micro_batches * rows
+    batch = plan.mesh.ways(plan.mesh.batch) * stages.micro_batches * rows
     batch = shard_batch(jax.ShapeDtypeStruct((batch, tokens + 1), jnp.int32), mesh)
 
     def step(params, batch):
@@ -381,3 +392,23 @@ def test_the_compiled_program_moves_what_a_pipeline_must_and_nothing_else():
     tables = 2 * LLAMA.vocab_size * width // 2 * 2
     assert found.pop(("all-reduce", ("pp", "dp"))) == {tables: 1}
     assert not found
+
+
+def test_aggressive_stages_gather_and_reduce_each_weight_once_a_step():
+    report = preflight(
+        "test_stacked:gradient_step",
+        target="h100:1x8",
+        mesh={"pp": 2, "fsdp": 4, "tp": 1},
+        keywords={"rows": 1, "tokens": 128, "overlap": "aggressive"},
+    )
+    width = LLAMA.hidden_size
+    layers = 2 * width * (2 * 512 + 2 * 256 + 3 * 1024) * 2
+    moved = Counter()
+    for row in report.collectives:
+        if row.axes == ("fsdp",) and row.num_bytes > 2**17:
+            assert row.dtype == "bf16"
+            moved[row.kind] += row.num_bytes * row.count
+    tables = 2 * LLAMA.vocab_size * width * 2
+    assert moved["all-gather"] == layers + tables
+    assert moved["reduce-scatter"] == layers + tables
+    assert not moved["all-reduce"]

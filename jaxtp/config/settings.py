@@ -138,7 +138,7 @@ class Communication:
     overlap: Literal["off", "auto", "aggressive"] = "auto"
     """off makes them synchronous, auto leaves them to XLA, aggressive also makes two halves of the
     batch take turns, gathers each layer's weights one layer ahead, once a micro-batch, and reduces
-    gradients one layer behind; see `jaxtp.layers`."""
+    gradients one layer behind; pipeline stages gather theirs once a step. See `jaxtp.layers`."""
 
     gradient_fusion: bool | int = True
     """Whether small reductions and gathers are combined into one message; a number is its largest

@@ -104,6 +104,22 @@ def needed(
     return tuple(n for n in found if n.count and math.prod(sizes[a] for a in n.axes) > 1)
 
 
+def held_in_stages(plan: Plan, compute: str) -> tuple[float, float]:
+    """Bytes per device of what stages hold that gather weights once a step.
+
+    Args:
+        plan: A plan with stages and sharded parameters.
+        compute: Type of products.
+
+    Returns:
+        The weights of a stage, and the sums of their gradients, in the types of the parameters.
+    """
+    pp = plan.mesh.name_of(Axis.PP)
+    stacked = [d for d in plan.decisions if d.spec and pp in d.spec[0]]
+    weights = sum(_elements(plan, d) for d in stacked) * jnp.dtype(compute).itemsize
+    return weights, sum(_elements(plan, d) * jnp.dtype(d.dtype).itemsize for d in stacked)
+
+
 def _tensor(plan: Plan, dims: ModelDims, stream: float, micro: int) -> Iterator[Need]:
     """Reductions of the residual stream, as `floor_bytes` counts them."""
     num_stages = plan.stages.num_stages if plan.stages else 1

@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec
 
 from jaxtp.activations.by_name import ActivePlan, active_plan, constrain, in_force
 from jaxtp.errors import BadStages, NotInterleaved, SizeMismatch, join, warn
-from jaxtp.layers.gathering import run_ahead
+from jaxtp.layers.gathering import Once, once_of, product_types, run_ahead, with_gradient
 from jaxtp.layers.interleaving import Context
 from jaxtp.layers.recomputation import LAYER_INPUT, Policy, remat_of
 from jaxtp.mesh.axes import Axis, Shards
@@ -70,13 +70,10 @@ def scan_layers(
         BadStages: TP074, if the parameters are not stored for the stages.
     """
     active = active_plan()
-    if active is not None and active.interleave and active.shape.ways(active.shape.batch) > 1:
+    ahead = active is not None and active.interleave and active.stages is None
+    if active is not None and ahead and active.shape.ways(active.shape.batch) > 1:
         keep = remat_of(remat).layer
         try:
-            if active.stages is not None:
-                raise NotInterleaved(
-                    "layers run in pipeline stages", where="pp", fix="one of the two, not both"
-                )
             return run_ahead(body, keep, x_BTD, params, context or {}, rows or {}, active)
         except NotInterleaved as obstacle:
             warn(str(obstacle))
@@ -207,14 +204,17 @@ def _in_stages(
     pipe: _Pipeline, x_BTD: jax.Array, params: PyTree, context: Context
 ) -> tuple[jax.Array, PyTree]:
     """`scan_counting` in stages."""
-    active, shape = pipe.active, pipe.active.shape
     _check(pipe, x_BTD, params)
+    given, places = params, PartitionSpec(pipe.axis)
+    if (once := _gathers_once(pipe, x_BTD, params, context)) is not None:
+        pipe, given, places = _once(pipe, once), once(params), once.specs
+    active, shape = pipe.active, pipe.active.shape
     replicas = PartitionSpec(pipe.manual_batch or None)
     sides = jax.tree.map(lambda x: PartitionSpec() if x.shape[0] == 1 else replicas, dict(context))
     run = jax.shard_map(
         functools.partial(_stage, pipe),
         mesh=active.here,
-        in_specs=(PartitionSpec(pipe.axis, *replicas), PartitionSpec(pipe.axis), sides),
+        in_specs=(PartitionSpec(pipe.axis, *replicas), places, sides),
         out_specs=(
             PartitionSpec(pipe.axis, *replicas),
             PartitionSpec((pipe.axis, *pipe.manual_batch)),
@@ -227,10 +227,52 @@ def _in_stages(
     place = (pipe.axis, shape.batch, active.sequence, None)
     x_BTD = constrain(x_BTD, "residual")
     x_SBTD = jnp.broadcast_to(x_BTD[None], (pipe.stages.num_stages, *x_BTD.shape))
-    out_SBTD, counted = run(active.place(x_SBTD, *place), params, dict(context))
+    out_SBTD, counted = run(active.place(x_SBTD, *place), given, dict(context))
     # Not jnp.sum, which adds in float32 and would move twice the bytes.
     out_BTD = jax.lax.reduce_sum(active.place(out_SBTD, *place), (0,))
     return constrain(out_BTD, "residual"), counted
+
+
+def _gathers_once(
+    pipe: _Pipeline, x_BTD: jax.Array, params: PyTree, context: Context
+) -> Once | None:
+    """How weights are gathered once for all ticks; None where each tick gathers its own, or none.
+
+    Warns with TP073 where that was asked for and cannot be.
+    """
+
+    def types() -> list[Any]:
+        ways = pipe.active.shape.ways(pipe.active.shape.batch) * pipe.stages.micro_batches
+
+        def part(x: Any) -> jax.ShapeDtypeStruct:
+            rows = x.shape[0] if x.shape[0] == 1 else x.shape[0] // ways
+            return jax.ShapeDtypeStruct((rows, *x.shape[1:]), jnp.result_type(x))
+
+        def first(w: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(w.shape[1:], w.dtype)
+
+        own = {**jax.tree.map(part, dict(context)), **jax.tree.map(first, dict(pipe.rows))}
+        apart = dataclasses.replace(pipe.active, params_cut=False)
+        with in_force(dataclasses.replace(pipe, active=apart).inner):
+            return product_types(pipe.layer, part(x_BTD), jax.tree.map(first, params), own)
+
+    if not pipe.active.interleave:
+        return None
+    try:
+        return once_of(types, params, pipe.active)
+    except NotInterleaved as obstacle:
+        warn(str(obstacle))
+        return None
+
+
+def _once(pipe: _Pipeline, once: Once) -> _Pipeline:
+    """The same with layers of pairs, as `once` gives them, and replicas that sum gradients."""
+
+    def layer(x: jax.Array, pair: PyTree, context: Context) -> tuple[jax.Array, PyTree]:
+        return pipe.layer(x, jax.tree.map(with_gradient, *pair), context)
+
+    active = dataclasses.replace(once.active, params_cut=False)
+    return dataclasses.replace(pipe, layer=layer, active=active)
 
 
 def _check(pipe: _Pipeline, x_BTD: jax.Array, params: PyTree) -> None:

@@ -18,6 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxtp.activations.by_name import ActivePlan, active_plan, constrain
 from jaxtp.errors import NotInterleaved, join, warn
+from jaxtp.hardware.links import MIB
 from jaxtp.layers import interleaving, stacked
 from jaxtp.layers.recomputation import BLOCK_OUTPUT, remat_of
 from jaxtp.models.bounds import Depth, Width, check_bounds
@@ -260,9 +261,7 @@ def _interleave(
     active: ActivePlan,
 ) -> jax.Array:
     if active.stages is not None:
-        raise NotInterleaved(
-            "layers run in pipeline stages", where="pp", fix="one of the two, not both"
-        )
+        raise NotInterleaved(_sums_in_stages(x_BTD, active), where="pp", fix="pp=1")
     if active.shape.ways(active.tokens) > 1:
         raise NotInterleaved(
             "devices along cp share every sequence", where="cp", fix='overlap="off"'
@@ -275,6 +274,19 @@ def _interleave(
         )
     branches = [_as_data(layers, branch) for branch in layers.branches]
     return interleaving.interleave(branches, x_BTD, context, active)
+
+
+def _sums_in_stages(x_BTD: jax.Array, active: ActivePlan) -> str:
+    """What stages leave to XLA: two all-reduces a layer and pass for every micro-batch."""
+    stages = active.stages
+    assert stages is not None
+    parts = active.shape.ways(active.shape.batch) * stages.micro_batches
+    count = 4 * stages.micro_batches * stages.num_layers // stages.num_stages
+    each = x_BTD.nbytes / parts / MIB
+    return (
+        f"layers run in pipeline stages: their all-reduces over tp, {count:,} of {each:,.3g} MiB a "
+        "step, move where XLA puts them"
+    )
 
 
 def _as_data(layers: Layer, branch: Branch) -> interleaving.Branch:

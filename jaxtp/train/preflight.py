@@ -13,7 +13,7 @@ from jaxtp.compile.report import Report
 from jaxtp.config.batch_sizes import resolve
 from jaxtp.config.files import parse
 from jaxtp.config.settings import Config
-from jaxtp.cost.bound import needed
+from jaxtp.cost.bound import held_in_stages, needed
 from jaxtp.cost.floor import plan_floor_bytes, stream_bytes
 from jaxtp.cost.flops import model_flops
 from jaxtp.cost.memory import state_bytes_per_device
@@ -91,7 +91,12 @@ def preflight_config(
         on_progress=on_progress,
     )
     offloaded = _offloaded(state, places, plan) if config.zero.offload_optimizer == "cpu" else ()
-    own = (f"attention {attention}", *offloaded, *strategies(build, plan))
+    own = (
+        f"attention {attention}",
+        *_gathers(config, plan),
+        *offloaded,
+        *strategies(build, plan),
+    )
     return plan, dataclasses.replace(report, notes=(*report.notes, *own))
 
 
@@ -137,6 +142,22 @@ def _offloaded(
     return (
         f"the peak counts {held / GIB:,.2f} GiB of optimizer state per GPU, which "
         "zero.offload_optimizer keeps in the host's memory between steps",
+    )
+
+
+def _gathers(config: Config, plan: Plan) -> tuple[str, ...]:
+    """How often `aggressive` gathers weights, where a step has several ways."""
+    if config.communication.overlap != "aggressive" or plan.zero < 3:
+        return ()
+    if plan.stages is None:
+        micro = config.batch.accumulation
+        times = f", {micro} times a step and pass"
+        return (f"weights are gathered once a micro-batch{times}",) if micro > 1 else ()
+    weights, sums = held_in_stages(plan, config.precision.compute)
+    return (
+        f"weights of a stage are gathered once a step, {weights / GIB:,.2f} GiB per GPU beside "
+        f"{sums / GIB:,.2f} GiB of their gradients; overlap='auto' gathers them in each of "
+        f"{plan.stages.num_ticks} ticks and pass, and holds one layer's",
     )
 
 

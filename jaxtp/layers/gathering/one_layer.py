@@ -105,11 +105,7 @@ def trace_layer(
     w = jax.tree.map(first, params)
     own = {**jax.tree.map(share, dict(context)), **jax.tree.map(first, dict(rows))}
     with in_force(Replicas(active).inner):
-        plain = jax.make_jaxpr(body)(x, w, own)
-        _check_random(plain.jaxpr)
-        start = len(jax.tree.leaves(x))
-        count = len(jax.tree.leaves(w))
-        types = [product_type(plain.jaxpr, var) for var in plain.jaxpr.invars[start:][:count]]
+        types = product_types(body, x, w, own)
         layer = jax.checkpoint(body, policy=policy, prevent_cse=False)
         w = jax.tree.unflatten(
             jax.tree.structure(w),
@@ -136,6 +132,17 @@ def trace_layer(
         kept=tuple(n for n in range(len(outs)) if n not in given),
         given=given,
     )
+
+
+def product_types(body: Callable[..., Any], x: Any, w: PyTree, context: Any) -> list[Any]:
+    """The types that a layer's products take its parameters in, in the order of the leaves.
+
+    Raises:
+        NotInterleaved: TP073, if the layer draws random numbers.
+    """
+    jaxpr = jax.make_jaxpr(body)(x, w, context).jaxpr
+    _check_random(jaxpr)
+    return [product_type(jaxpr, var) for var in jaxpr.invars[1:][: len(jax.tree.leaves(w))]]
 
 
 def product_type(jaxpr: Jaxpr, var: Var) -> Any:

@@ -119,7 +119,7 @@ class Weights:
         active = self.replicas.active
 
         def leaf(path: str, w: jax.Array) -> jax.Array:
-            return active.place(w, *self._without_batch(self.by_path[path].spec))
+            return active.place(w, *self.without_batch(self.by_path[path].spec))
 
         return map_with_path(leaf, shards)
 
@@ -133,7 +133,7 @@ class Weights:
                 return active.place(jnp.zeros_like(w), None, *here.spec)
             sizes = [active.shape[axis] for axis in replicas.axes]
             zeros = jnp.zeros((*sizes, *w.shape), here.dtype)
-            return active.place(zeros, *replicas.axes, None, *self._without_batch(here.spec))
+            return active.place(zeros, *replicas.axes, None, *self.without_batch(here.spec))
 
         return map_with_path(leaf, stacked)
 
@@ -175,7 +175,7 @@ class Weights:
         active, axes = self.replicas.active, self.replicas.axes
 
         def leaf(path: str, g: jax.Array) -> jax.Array:
-            return active.place(g, *axes, *self._without_batch(self.by_path[path].spec))
+            return active.place(g, *axes, *self.without_batch(self.by_path[path].spec))
 
         return map_with_path(leaf, partial)
 
@@ -193,7 +193,8 @@ class Weights:
             g = active.place(g, *axes, *entries)
         return g
 
-    def _without_batch(self, spec: Spec) -> Spec:
+    def without_batch(self, spec: Spec) -> Spec:
+        """The spec of an array once it is gathered."""
         batch = self.replicas.active.shape.batch
         return tuple(tuple(a for a in entry if a not in batch) for entry in spec)
 
