@@ -1,13 +1,13 @@
 """What tensor parallelism moves, hides and holds: every step compiled by the real GPU compiler.
 
-    python scripts/bench_comm.py                     all sections
-    python scripts/bench_comm.py --only floor        or replicas, overlap, bound, memory, gpt3
+    python scripts/bench_comm.py                all sections
+    python scripts/bench_comm.py --only floor   or replicas, overlap, bound, others, memory, gpt3
     python scripts/bench_comm.py --only gpt3 --json
 
 No GPU is needed and nothing runs: memory, messages and their bytes are the compiler's, seconds and
-hidden shares come from the model of `jaxtp.compile.schedule`. The peers of
-`comm_peers.py`
-are compiled on the same step in the same run, against the same floor.
+hidden shares come from the model of `jaxtp.compile.schedule`. The peers of `comm_peers.py`
+are compiled on the same step in the same run, against the same floor; `comm_others.py` has models
+that nobody wrote for jaxtp.
 
 Attention is cuDNN's where nvidia-cudnn-cu12 can be imported, else XLA's; the output says which.
 """
@@ -17,6 +17,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Annotated, Literal
 
+import comm_others
 import tyro
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn
@@ -412,6 +413,11 @@ def _link_cell(link: Link | None) -> str:
     return "/".join(f"{one * 1e3:.0f}" for one in times)
 
 
+def others(_compiler: Compiler) -> Section:
+    """Models that nobody wrote for jaxtp."""
+    return comm_others.section()
+
+
 def memory(compiler: Compiler) -> Section:
     """The aggressive profile against the step that one writes first."""
     step = preset("llama3-8b", **{"batch.size": 4, "seq_len": 4096, "attention": attention()})
@@ -514,6 +520,7 @@ SECTIONS: Mapping[str, Callable[[Compiler], Section]] = {
     "replicas": replicas,
     "overlap": overlap,
     "bound": bound,
+    "others": others,
     "memory": memory,
     "gpt3": gpt3,
 }
@@ -526,7 +533,7 @@ class Options:
     as_json: Annotated[Flag, tyro.conf.arg(name="json")] = False
     """Print JSON instead of tables."""
 
-    only: Literal["", "floor", "replicas", "overlap", "bound", "memory", "gpt3"] = ""
+    only: Literal["", "floor", "replicas", "overlap", "bound", "others", "memory", "gpt3"] = ""
     """One section; default: all."""
 
 

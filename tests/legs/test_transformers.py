@@ -237,6 +237,6 @@ def test_sharded_is_unsharded(name):
     published.check_sharded_is_unsharded(build(name, small=True)[0])
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama3_8b", "t5_base"])
+@pytest.mark.parametrize("name", ["gpt2", "llama3_8b"])
 def test_halves_that_take_turns_give_the_same(name):
     published.check_sharded_is_unsharded(build(name, small=True)[0], overlap="aggressive")
