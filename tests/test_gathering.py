@@ -74,9 +74,23 @@ def toy_layer(x, params, context):
     return x + jnp.tanh(x @ params["w"]) * context["gain"]
 
 
-def drop_layer(x, params, context):
-    keep = jax.random.bernoulli(jax.random.key(0), 0.5, x.shape)
-    return x + jnp.where(keep, x @ params["w"], 0)
+def looped_layer(x, params, context):
+    def turn(key, _):
+        return key, jax.random.bernoulli(key, 0.5, x.shape)
+
+    kept = jax.lax.scan(turn, jax.random.key(0), None, 2)[1][1]
+    return x + jnp.where(kept, x @ params["w"], 0)
+
+
+def dropping_layer(x, params, context):
+    """Dropout of elements by a key of the layer, of whole rows of heads, of what all share."""
+    key = jax.random.fold_in(jax.random.wrap_key_data(context["key"][0]), context["number"])
+    by_element, by_token, shared = jax.random.split(key, 3)
+    own = jax.vmap(jax.random.fold_in, (None, 0))(key, context["row"])
+    h = x @ params["w"] * jax.random.bernoulli(by_element, 0.7, x.shape)
+    h *= jnp.moveaxis(jax.random.bernoulli(by_token, 0.7, (x.shape[1], x.shape[0], 1)), 0, 1)
+    h *= jax.vmap(lambda key: jax.random.bernoulli(key, 0.7, x.shape[1:]))(own)
+    return x + h * jax.random.bernoulli(shared, 0.7, (1, *x.shape[1:]))
 
 
 def toy_plan(**sizes):
@@ -116,10 +130,33 @@ def test_layers_of_anybody_may_differ_between_sequences():
     close(jax.device_get(got), jax.device_get(want))
 
 
+@pytest.mark.parametrize("remat", ["full", "dots"])
+def test_layers_with_dropout_drop_what_one_device_drops(remat):
+    random = np.random.default_rng(0)
+    params = {"w": jnp.float32(random.normal(0, 0.3, (LAYERS, WIDTH, WIDTH)))}
+    x = jnp.float32(random.normal(size=(16, 4, WIDTH)))
+    rows = {"number": np.arange(LAYERS)}
+
+    def total(params, x, key):
+        context = {"key": key[None], "row": jnp.arange(16)}
+        out = scan_layers(dropping_layer, x, params, context=context, remat=remat, rows=rows)
+        return (out**2).sum()
+
+    run, key = jax.jit(jax.value_and_grad(total, (0, 1))), jnp.array([1, 2], jnp.uint32)
+    want, other = run(params, x, key), run(params, x, key + 1)
+    assert abs(want[0] - other[0]) > 1
+    plan, mesh = toy_plan(dp=2, fsdp=4, tp=1)
+    with use_plan(plan, mesh), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert "optimization_barrier" in str(jax.make_jaxpr(run)(params, x, key))
+        got = run(params, x, key)
+    close(jax.device_get(got), jax.device_get(want))
+
+
 @pytest.mark.parametrize(
     ("layer", "remat", "batch", "reason"),
     [
-        (drop_layer, "full", 8, "draws random numbers"),
+        (looped_layer, "full", 8, "draws random numbers inside scan"),
         (toy_layer, "none", 8, "would keep gathered weights"),
         (toy_layer, "full", 6, "6 sequences on 8 replicas"),
     ],

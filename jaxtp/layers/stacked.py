@@ -26,7 +26,15 @@ from jax.sharding import PartitionSpec
 
 from jaxtp.activations.by_name import ActivePlan, active_plan, constrain, in_force
 from jaxtp.errors import BadStages, NotInterleaved, SizeMismatch, join, warn
-from jaxtp.layers.gathering import Once, once_of, product_types, run_ahead, with_gradient
+from jaxtp.layers.gathering import (
+    Once,
+    once_of,
+    product_types,
+    refuse_draws,
+    run_ahead,
+    struct,
+    with_gradient,
+)
 from jaxtp.layers.interleaving import Context
 from jaxtp.layers.recomputation import LAYER_INPUT, Policy, remat_of
 from jaxtp.mesh.axes import Axis, Shards
@@ -246,15 +254,17 @@ def _gathers_once(
 
         def part(x: Any) -> jax.ShapeDtypeStruct:
             rows = x.shape[0] if x.shape[0] == 1 else x.shape[0] // ways
-            return jax.ShapeDtypeStruct((rows, *x.shape[1:]), jnp.result_type(x))
+            return struct(x, (rows, *x.shape[1:]))
 
         def first(w: Any) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(w.shape[1:], w.dtype)
+            return struct(w, w.shape[1:])
 
         own = {**jax.tree.map(part, dict(context)), **jax.tree.map(first, dict(pipe.rows))}
         apart = dataclasses.replace(pipe.active, params_cut=False)
         with in_force(dataclasses.replace(pipe, active=apart).inner):
-            return product_types(pipe.layer, part(x_BTD), jax.tree.map(first, params), own)
+            row = part(x_BTD), jax.tree.map(first, params), own
+            refuse_draws(pipe.layer, *row)
+            return product_types(pipe.layer, *row)
 
     if not pipe.active.interleave:
         return None

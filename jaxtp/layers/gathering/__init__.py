@@ -5,8 +5,17 @@ runs plain layers so, and `once` gathers those of a pipeline stage in front of i
 of it is ordinary single-program JAX: XLA still writes every collective.
 """
 
+from jaxtp.layers.gathering.draws import refuse_draws
 from jaxtp.layers.gathering.once import Once, once_of, with_gradient
 from jaxtp.layers.gathering.one_ahead import run_ahead
-from jaxtp.layers.gathering.one_layer import product_types
+from jaxtp.layers.gathering.one_layer import product_types, struct
 
-__all__ = ["Once", "once_of", "product_types", "run_ahead", "with_gradient"]
+__all__ = [
+    "Once",
+    "once_of",
+    "product_types",
+    "refuse_draws",
+    "run_ahead",
+    "struct",
+    "with_gradient",
+]

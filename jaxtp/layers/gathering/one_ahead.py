@@ -46,7 +46,7 @@ def run_ahead(
 
     Raises:
         NotInterleaved: TP073, if the batch does not divide over the replicas, the layer draws
-            random numbers for all of the batch, or the policy keeps what depends on weights alone.
+            random numbers where they cannot be taken out, or the policy keeps everything.
     """
     num_replicas = active.shape.ways(active.shape.batch)
     if x_BTD.shape[0] % num_replicas:

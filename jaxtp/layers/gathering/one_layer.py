@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
-from jax.extend.core import Jaxpr, JaxprEqn, Var, subjaxprs
+from jax.extend.core import Jaxpr, Var
 
 from jaxtp.activations.by_name import ActivePlan, in_force
 from jaxtp.errors import NotInterleaved
+from jaxtp.layers.gathering.draws import DRAWS, Draw, drawn_shapes
 from jaxtp.layers.gathering.weights import Replicas, Weights, weights_of
 from jaxtp.layers.recomputation import Policy
 from jaxtp.plan.trees import PyTree
-from jaxtp.rules.jaxpr.primitives import PRIMITIVES
 
 Layer = Callable[[jax.Array, PyTree, Mapping[str, Any]], jax.Array]
 """`(x, parameters of one layer, context) -> x`."""
@@ -35,6 +35,7 @@ class Run:
         pullback: Structure of what differentiating the layer keeps.
         kept: Which of its leaves are kept of the forward pass, by number.
         given: The others: leaf -> number of the argument's leaf that it is.
+        draw: What the layer draws, for all of the batch; None for one that draws nothing.
     """
 
     layer: Layer
@@ -44,6 +45,7 @@ class Run:
     pullback: Any
     kept: tuple[int, ...]
     given: Mapping[int, int]
+    draw: Draw | None
 
     def forward(self, x: jax.Array, w: PyTree, context: Any) -> tuple[jax.Array, list[jax.Array]]:
         """One layer on all replicas: the residual stream behind it, and what is kept."""
@@ -54,7 +56,8 @@ class Run:
             found = jax.tree.leaves(pull)
             return out, [found[n] for n in self.kept]
 
-        return self.weights.replicas.mapped(one, (0, None, self.context_axes))(x, w, context)
+        axes = (0, None, self.context_axes)
+        return self.weights.replicas.mapped(one, axes)(x, w, self._with_draws(context))
 
     def backward(
         self, kept: list[jax.Array], x: jax.Array, w: PyTree, context: Any, d_x: jax.Array
@@ -72,8 +75,16 @@ class Run:
                 return pull(d_x)
 
         axes = (0, 0, None, self.context_axes, 0)
+        context = self._with_draws(context)
         d_x, d_w = self.weights.replicas.mapped(one, axes)(kept, x, w, context, d_x)
         return d_x, self.weights.place_partial(d_w)
+
+    def _with_draws(self, context: Any) -> Any:
+        if self.draw is None:
+            return context
+        join, axes = self.weights.replicas.join, self.context_axes
+        whole = {name: one if axes[name] is None else join(one) for name, one in context.items()}
+        return {**context, DRAWS: self.draw(whole)}
 
 
 def trace_layer(
@@ -96,16 +107,24 @@ def trace_layer(
 
     def share(x: Any) -> jax.ShapeDtypeStruct:
         size = x.shape[0] if x.shape[0] == 1 else x.shape[0] // num_replicas
-        return jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype)
+        return struct(x, (size, *x.shape[1:]))
 
     def first(w: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(w.shape[1:], w.dtype)
+        return struct(w, w.shape[1:])
 
     x = share(x_BTD)
     w = jax.tree.map(first, params)
     own = {**jax.tree.map(share, dict(context)), **jax.tree.map(first, dict(rows))}
-    with in_force(Replicas(active).inner):
+    axes = jax.tree.map(lambda one: None if one.shape[0] == 1 else 0, dict(context))
+    axes |= dict.fromkeys(rows)
+    draw, replicas = None, Replicas(active)
+    with in_force(replicas.inner):
         types = product_types(body, x, w, own)
+        if parts := drawn_shapes(body, x, w, own):
+            every = {**jax.tree.map(struct, dict(context)), **jax.tree.map(first, dict(rows))}
+            draw = Draw.of(body, struct(x_BTD), w, every, parts, replicas)
+            own[DRAWS], axes[DRAWS] = draw.parts, draw.axes
+            body = draw.taken(body)
         layer = jax.checkpoint(body, policy=policy, prevent_cse=False)
         w = jax.tree.unflatten(
             jax.tree.structure(w),
@@ -126,22 +145,23 @@ def trace_layer(
         layer=layer,
         weights=weights_of(params, types, active),
         num_layers=jax.tree.leaves(params)[0].shape[0],
-        context_axes=jax.tree.map(lambda one: None if one.shape[0] == 1 else 0, dict(context))
-        | dict.fromkeys(rows),
+        context_axes=axes,
         pullback=jax.tree.structure(pull),
         kept=tuple(n for n in range(len(outs)) if n not in given),
         given=given,
+        draw=draw,
     )
 
 
-def product_types(body: Callable[..., Any], x: Any, w: PyTree, context: Any) -> list[Any]:
-    """The types that a layer's products take its parameters in, in the order of the leaves.
+def struct(x: Any, shape: tuple[int, ...] | None = None) -> jax.ShapeDtypeStruct:
+    """An array's struct, of another shape perhaps, in the type that JAX gives a NumPy array."""
+    dtype = jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)
+    return jax.ShapeDtypeStruct(x.shape if shape is None else shape, dtype)
 
-    Raises:
-        NotInterleaved: TP073, if the layer draws random numbers.
-    """
+
+def product_types(body: Callable[..., Any], x: Any, w: PyTree, context: Any) -> list[Any]:
+    """The types that a layer's products take its parameters in, in the order of the leaves."""
     jaxpr = jax.make_jaxpr(body)(x, w, context).jaxpr
-    _check_random(jaxpr)
     return [product_type(jaxpr, var) for var in jaxpr.invars[1:][: len(jax.tree.leaves(w))]]
 
 
@@ -172,23 +192,3 @@ def _uses(jaxpr: Jaxpr, var: Var) -> Iterator[Any]:
                 yield from _uses(inner, inner.invars[place])
             else:
                 yield _own_type(var)
-
-
-def _check_random(jaxpr: Jaxpr) -> None:
-    """Random numbers are drawn for all of the batch; each replica alone would draw others."""
-    if found := next(_random(jaxpr), None):
-        raise NotInterleaved(
-            f"a layer draws random numbers ({found.primitive.name}), and one replica alone would "
-            "draw others",
-            where="layers",
-            fix='overlap="auto"',
-        )
-
-
-def _random(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
-    for one in jaxpr.eqns:
-        row = PRIMITIVES.get(one.primitive.name)
-        if row is not None and row.draws:
-            yield one
-    for inner in subjaxprs(jaxpr):
-        yield from _random(inner)
