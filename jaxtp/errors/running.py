@@ -44,8 +44,8 @@ class NotInterleaved(JaxtpError, RuntimeError):
     this text.
     Example: one sequence per replica; sequence parallelism; pipeline stages, which gather once a
     step; 12 heads on tp=8; experts; random numbers drawn in loops inside a layer, or in stages; a
-    batch that does not divide over the replicas. In `jaxtp.parallelize`: equations that mix rows of the batch in front of
-    products, weights sharded over fsdp.
+    batch that does not divide over the replicas. In `jaxtp.parallelize`: equations that mix rows of
+    the batch in front of products, weights sharded over fsdp.
     Fix: an even number of sequences per replica, heads and widths that divide over all of tp, and
     `remat="block_outputs"`.
     """
