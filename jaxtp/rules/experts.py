@@ -5,7 +5,7 @@ axis shards further, by expert where that divides, else inside each one.
 """
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from jaxtp.errors import Problems, SizeMismatch, join
 from jaxtp.mesh.axes import Axis, MeshShape
@@ -80,11 +80,3 @@ def _placed(decision: ParamDecision, stack: Placement, mesh: MeshShape) -> Param
     why = f"{last}; {name}={mesh[name]} on dim {stack.dim}, {each} experts on each device"
     units = stack.units if here else decision.units
     return dataclasses.replace(decision, spec=spec, reasons=(*before, why), units=units)
-
-
-def notes(decisions: Iterable[ParamDecision], mesh: MeshShape) -> list[str]:
-    """What is odd about the axis altogether."""
-    name = mesh.name_of(Axis.EP)
-    if not name or mesh[name] == 1 or any(d.dim_on([name]) is not None for d in decisions):
-        return []
-    return [f"{name}={mesh[name]}: no parameter has experts, so the axis is one of data"]

@@ -111,7 +111,6 @@ def make_plan(
     notes = (
         *annotations.unknown_names(leaves, shape),
         *resolve.disagreements(claims, decisions, shape),
-        *experts.notes(decisions, shape),
         *review.review(decisions, shape, mesh, strict=strict, budget=replicated_budget),
     )
     plan = Plan(

@@ -57,7 +57,8 @@ def review(
         problems.raise_any()
     if useless:
         warn(str(useless[0]))
-    return (*map(note_of, found), *_costly_annotations(decisions))
+    alone = _no_experts(decisions, shape)
+    return (*alone, *map(note_of, found), *_costly_annotations(decisions))
 
 
 def note_of(error: JaxtpError) -> str:
@@ -91,6 +92,14 @@ def _useless_axes(decisions: Sequence[ParamDecision], shape: MeshShape) -> list[
         for name, size in shape.sizes
         if size > 1 and name not in used
     ]
+
+
+def _no_experts(decisions: Sequence[ParamDecision], shape: MeshShape) -> list[str]:
+    """An axis of experts where there are none: it shards the batch alone."""
+    name, size = shape.name_of(Axis.EP), shape.size_of(Axis.EP)
+    if size == 1 or any(d.dim_on([name]) is not None for d in decisions):
+        return []
+    return [f"{name}={size}: no parameter has experts, so the axis is one of data"]
 
 
 def _for_any_model(axis: Axis) -> bool:
