@@ -54,7 +54,7 @@ ACTIVATIONS: dict[str, tuple[str, ...]] = {
 
 
 class ActivationPlan(Protocol):
-    """The part of a `jaxtp.plan.Plan` that activations need."""
+    """The part of a `jaxtp.Plan` that activations need."""
 
     @property
     def mesh(self) -> MeshShape:
@@ -90,7 +90,7 @@ class ActivePlan:
         shape: Axis sizes; the tensor axes are those that activations may be sharded over.
         sequence_parallel: Whether the residual stream is sharded along the sequence.
         mesh: The devices.
-        interleave: Whether layers that can be are interleaved (`jaxtp.overlap`).
+        interleave: Whether layers that can be are interleaved (`jaxtp.layers.interleaving`).
         decisions: Where parameters lie, if layers are interleaved; () otherwise.
         stages: How stacked layers are assigned along the pp axis; None without one, and inside a
             stage.

@@ -68,7 +68,7 @@ def scan_layers(
         x_BTD: The residual stream in front of the first layer, (batch, tokens, width).
         params: Stacked, `(layers, ...)` everywhere; in stages as the plan stores them.
         context: Arrays `(batch or 1, ...)`, the same for all layers; None entries are passed on.
-        remat: Key of `jaxtp.remat.REMAT`; stage without stages is block_outputs.
+        remat: Key of `jaxtp.layers.recomputation.REMAT`; stage without stages is block_outputs.
         rows: What differs between layers and is no parameter, `(layers, ...)`, in the layers' own
             order; a layer finds its row in the context.
 

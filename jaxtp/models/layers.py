@@ -191,14 +191,14 @@ def scan_layers(
     """Runs stacked layers one after the other; compile time does not grow with depth.
 
     Under a plan with `overlap="aggressive"` two halves of the batch take turns instead, where they
-    can: the same numbers, see `jaxtp.overlap`. Under a plan with stages it is a pipeline, see
-    `jaxtp.pipeline`.
+    can: the same numbers, see `jaxtp.layers.interleaving`. Under a plan with stages it is a
+    pipeline, see `jaxtp.layers.stacked`.
 
     Args:
         layers: Result of `stack_layers`.
         x_BTD: The residual stream in front of the first layer.
         context: What blocks take beside their input, (batch or 1, ...), the same for all layers.
-        remat: Key of `jaxtp.remat.REMAT`.
+        remat: Key of `jaxtp.layers.recomputation.REMAT`.
         rows: What differs between layers and is no parameter, (layers, ...), by name.
         in_stages: Whether the plan's stages share these layers; otherwise each one runs all of them
             on its part of the batch.

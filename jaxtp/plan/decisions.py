@@ -100,7 +100,8 @@ class Plan:
         policy: What happened to units that do not divide: "factor", "replicate" or "error".
         sequence_parallel: Whether the residual stream is sharded along the sequence.
         overlap: How hard to hide communication: "off", "auto", or "aggressive", which interleaves
-            two halves of the batch (`jaxtp.overlap`) and wants the compile options of that name.
+            two halves of the batch (`jaxtp.layers.interleaving`) and wants the compile options of
+            that name.
         zero: What the fsdp axis shards: 1 optimizer state, 2 also gradients, 3 also parameters.
         stages: How stacked layers are assigned along the pp axis; None without one.
         notes: Sentences about the plan altogether.

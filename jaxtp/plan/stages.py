@@ -5,7 +5,7 @@ No device is touched.
 With one round this is GPipe (Huang et al. 2019): stage s works on micro-batch t - s at tick t. With
 more, layers are assigned in rounds and micro-batches go around the stages once a round, the
 interleaved schedule of Narayanan et al. 2021, section 2.2, which divides the idle time by the
-number of rounds. One formula covers both, see `jaxtp.pipeline`.
+number of rounds. One formula covers both, see `jaxtp.layers.stacked`.
 """
 
 import dataclasses
