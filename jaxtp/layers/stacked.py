@@ -1,11 +1,6 @@
 """Stacked layers one after the other, on one device or in pipeline stages.
 
-In stages every device along the pp axis runs one program. At tick t stage s works on unit u = t - s
-of its list: with S stages, v rounds and M micro-batches, unit u is round r = u % vS // S of
-micro-batch m = u // vS x S + u % S. After each tick the result goes to the next stage, around a
-ring; stage 0 gets back what the last stage sent in the tick before it needs it for the next round.
-For v = 1 this is GPipe (Huang et al. 2019), m = u; for more it is the interleaved order of
-Narayanan et al. 2021, section 2.2, with all forward passes in front of the first backward one.
+In stages every device along the pp axis runs one program; `ticks` says when it does what.
 
 Shape suffixes: S stages, R replicas that a stage sees, M micro-batches, B sequences, T tokens, D
 width.
@@ -15,7 +10,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,12 +26,14 @@ from jaxtp.layers.gathering import (
     once_of,
     product_types,
     refuse_draws,
+    room_in,
     run_ahead,
     struct,
-    with_gradient,
+    with_gradients,
 )
 from jaxtp.layers.interleaving import Context
 from jaxtp.layers.recomputation import LAYER_INPUT, Policy, remat_of
+from jaxtp.layers.ticks import Orders, orders_of
 from jaxtp.mesh.axes import Axis, Shards
 from jaxtp.plan.stages import Stages
 from jaxtp.plan.trees import PyTree
@@ -186,6 +183,12 @@ class _Pipeline:
         return () if self.active.params_cut else self.active.shape.batch
 
     @property
+    def spans(self) -> list[tuple[int, int]]:
+        """Layers of a chunk that all chunks have together or not at all: first, and behind last."""
+        counts = sorted({count for around in self.stages.layers for count in around})
+        return list(itertools.pairwise((0, *counts)))
+
+    @property
     def inner(self) -> ActivePlan:
         """What counts inside a stage."""
         shape = self.active.shape
@@ -213,9 +216,10 @@ def _in_stages(
 ) -> tuple[jax.Array, PyTree]:
     """`scan_counting` in stages."""
     _check(pipe, x_BTD, params)
-    given, places = params, PartitionSpec(pipe.axis)
+    given, places = (params, ()), PartitionSpec(pipe.axis)
     if (once := _gathers_once(pipe, x_BTD, params, context)) is not None:
-        pipe, given, places = _once(pipe, once), once(params), once.specs
+        given, places = once(params), once.specs
+        pipe = dataclasses.replace(pipe, active=dataclasses.replace(pipe.active, params_cut=False))
     active, shape = pipe.active, pipe.active.shape
     replicas = PartitionSpec(pipe.manual_batch or None)
     sides = jax.tree.map(lambda x: PartitionSpec() if x.shape[0] == 1 else replicas, dict(context))
@@ -275,16 +279,6 @@ def _gathers_once(
         return None
 
 
-def _once(pipe: _Pipeline, once: Once) -> _Pipeline:
-    """The same with layers of pairs, as `once` gives them, and replicas that sum gradients."""
-
-    def layer(x: jax.Array, pair: PyTree, context: Context) -> tuple[jax.Array, PyTree]:
-        return pipe.layer(x, jax.tree.map(with_gradient, *pair), context)
-
-    active = dataclasses.replace(once.active, params_cut=False)
-    return dataclasses.replace(pipe, layer=layer, active=active)
-
-
 def _check(pipe: _Pipeline, x_BTD: jax.Array, params: PyTree) -> None:
     stages, shape = pipe.stages, pipe.active.shape
     num_replicas, num_micro = shape.ways(shape.batch), stages.micro_batches
@@ -324,7 +318,7 @@ def _check_apart(active: ActivePlan | None, params: PyTree, *, in_stages: bool) 
 
 
 def _stage(
-    pipe: _Pipeline, x_SBTD: jax.Array, params: PyTree, context: Context
+    pipe: _Pipeline, x_SBTD: jax.Array, given: tuple[PyTree, PyTree], context: Context
 ) -> tuple[jax.Array, PyTree]:
     """All ticks of one stage; zeros from all but the last one, whose result counts.
 
@@ -334,96 +328,77 @@ def _stage(
     stage, last = jax.lax.axis_index(axis), stages.num_stages - 1
     ring = [(s, (s + 1) % stages.num_stages) for s in range(stages.num_stages)]
     cut = (stages.num_rounds, stages.block)
-    chunks = jax.tree.map(lambda w: w.reshape(*cut, *w.shape[1:]), params), pipe.own_rows(stage)
+    weights, gradients = jax.tree.map(lambda w: w.reshape(*cut, *w.shape[1:]), given)
+    chunks = weights, pipe.own_rows(stage)
     x_RMBTD = pipe.split(x_SBTD[0])
     sums = pipe.zeros(_take(x_RMBTD, 0))
     context = jax.tree.map(pipe.split, context)
 
-    def tick(
-        carry: tuple[jax.Array, jax.Array, PyTree], order: _Orders
-    ) -> tuple[tuple[jax.Array, jax.Array, PyTree], None]:
-        arrived_BTD, buffer_RMBTD, counted = carry
+    def tick(carry: _Tick, order: Orders) -> tuple[_Tick, None]:
+        arrived_BTD, buffer_RMBTD, counted, gradients = carry
         x_BTD = jnp.where(order.enters, _take(buffer_RMBTD, order.micro), arrived_BTD)
-        x_BTD, found = _chunk(pipe, (x_BTD, sums), chunks, context, order)
+        rooms: list[PyTree] = []
+        for span in pipe.spans:
+            room, gradients = room_in(gradients, order.turn, *span)
+            rooms.append(room)
+        x_BTD, found = _chunk(pipe, (x_BTD, sums), chunks, rooms, context, order)
         # The last stage's buffer ends as the result. The others' holds what comes in until then.
         buffer_RMBTD = jax.lax.dynamic_update_index_in_dim(
             buffer_RMBTD, x_BTD.reshape(buffer_RMBTD[:, 0].shape), order.micro, axis=1
         )
         counted = jax.tree.map(jnp.add, counted, found)
-        return (jax.lax.ppermute(x_BTD, axis, ring), buffer_RMBTD, counted), None
+        return (jax.lax.ppermute(x_BTD, axis, ring), buffer_RMBTD, counted, gradients), None
 
     with in_force(pipe.inner):
-        carry = (jnp.zeros_like(_take(x_RMBTD, 0)), x_RMBTD, sums)
-        (_, out_RMBTD, counted), _ = jax.lax.scan(tick, carry, _orders(stages, stage))
+        carry = (jnp.zeros_like(_take(x_RMBTD, 0)), x_RMBTD, sums, gradients)
+        (_, out_RMBTD, counted, _), _ = jax.lax.scan(tick, carry, orders_of(stages, stage))
     out_SBTD = jnp.where(stage == last, out_RMBTD, 0).reshape(x_SBTD.shape)
     return out_SBTD, jax.tree.map(lambda x: x[None], counted)
 
 
-class _Orders(NamedTuple):
-    """What a stage does in a tick, or, with a leading dim, in all of them.
-
-    Attributes:
-        enters: Whether its input comes from in front of the layers, not from another stage.
-        turn: Which of its chunks it runs.
-        micro: On which micro-batch.
-        layers: How many layers: those of the chunk, or 0 in an idle tick.
-    """
-
-    enters: jax.Array
-    turn: jax.Array
-    micro: jax.Array
-    layers: jax.Array
-
-
-def _orders(stages: Stages, stage: jax.Array) -> _Orders:
-    """The schedule of the module's docstring."""
-    num_stages, num_units = stages.num_stages, stages.num_rounds * stages.micro_batches
-    unit = jnp.arange(stages.num_ticks) - stage
-    real = (unit >= 0) & (unit < num_units)
-    unit = jnp.clip(unit, 0, num_units - 1)
-    group, place = jnp.divmod(unit, stages.num_rounds * num_stages)
-    turn = place // num_stages
-    layers = jnp.asarray(stages.layers)[turn, stage]
-    return _Orders(
-        enters=(stage == 0) & (turn == 0),
-        turn=turn,
-        micro=group * num_stages + unit % num_stages,
-        layers=jnp.where(real, layers, 0),
-    )
+_Tick = tuple[jax.Array, jax.Array, PyTree, PyTree]
+"""What arrived, a buffer of all micro-batches, what was counted, and room for gradients."""
 
 
 def _chunk(
-    pipe: _Pipeline, carry: _Carry, chunks: PyTree, context: Context, order: _Orders
+    pipe: _Pipeline,
+    carry: _Carry,
+    chunks: PyTree,
+    rooms: list[PyTree],
+    context: Context,
+    order: Orders,
 ) -> _Carry:
     """One micro-batch behind the layers that a stage runs in one tick, and what they count."""
-    counts = sorted({count for around in pipe.stages.layers for count in around})
 
     # Weights and context are cut out inside, so that every tick recomputes the cut and none keeps a
     # copy.
     @functools.partial(jax.checkpoint, policy=pipe.keep, prevent_cse=False)
-    def run(carry: _Carry, chunks: PyTree, context: Context, order: _Orders) -> _Carry:
+    def run(
+        carry: _Carry, chunks: PyTree, rooms: list[PyTree], context: Context, order: Orders
+    ) -> _Carry:
         own = jax.tree.map(lambda c: _take(c, order.micro), dict(context))
 
-        def layer(carry: _Carry, row: tuple[PyTree, Rows]) -> tuple[_Carry, None]:
+        def layer(carry: _Carry, row: tuple[PyTree, Rows, PyTree]) -> tuple[_Carry, None]:
             x_BTD = checkpoint_name(constrain(carry[0], "residual"), LAYER_INPUT)
-            x_BTD, found = pipe.layer(x_BTD, row[0], {**own, **row[1]})
+            weights = with_gradients(row[0], row[2])
+            x_BTD, found = pipe.layer(x_BTD, weights, {**own, **row[1]})
             return (constrain(x_BTD, "residual"), jax.tree.map(jnp.add, carry[1], found)), None
 
         # Branches, not masks: a stage with fewer layers, or without a micro-batch, is done earlier.
         # Between two counts that occur a chunk has all layers or none, so one branch serves them.
         # All devices of a stage take the same one, and their collectives meet.
-        for first, end in itertools.pairwise((0, *counts)):
+        for (first, end), room in zip(pipe.spans, rooms, strict=True):
             rows = jax.tree.map(functools.partial(_rows, order.turn, first, end), chunks)
             carry = jax.lax.cond(
                 order.layers >= end,
                 lambda carry, rows: jax.lax.scan(layer, carry, rows)[0],
                 lambda carry, _: carry,
                 carry,
-                rows,
+                (*rows, room),
             )
         return carry
 
-    return run(carry, chunks, context, order)
+    return run(carry, chunks, rooms, context, order)
 
 
 def _rows(turn: jax.Array, first: int, end: int, w: jax.Array) -> jax.Array:

@@ -8,8 +8,8 @@ one. That is the traffic of a step without micro-batches, for the memory of a st
 gradients that ZeRO 3 would have sharded further.
 
 How: a layer takes the gathered weights, which have no gradient, and beside each an array of zeros
-like the parameter, which no forward pass reads. Its cotangent is the gradient; the scan over ticks
-adds it up.
+like the parameter, which no forward pass reads. Its cotangent is the gradient, which is added where
+it belongs in what the scan over ticks carries.
 """
 
 import dataclasses
@@ -59,7 +59,8 @@ class Once:
 
         Returns:
             `(stored layers, ...)` in the type of products; `(replicas x stored layers, ...)` in the
-            type of the parameters. Both go to `with_gradient`, layer by layer.
+            type of the parameters. Each tick finds `room_in` the second, and a layer takes both
+            by `with_gradients`.
         """
         gathered, sums = _enter(self, stacked)
         return jax.tree.map(lax.stop_gradient, gathered), sums
@@ -147,9 +148,11 @@ def _enter_backward(once: Once, _: None, cotangents: tuple[PyTree, PyTree]) -> t
 _enter.defvjp(_enter_forward, _enter_backward)
 
 
-def with_gradient(w: jax.Array, sums: jax.Array) -> jax.Array:
-    """A weight whose gradient goes to `sums`, in the type of those."""
-    return _with_gradient(str(sums.dtype), w, sums)
+def with_gradients(weights: PyTree, sums: PyTree) -> PyTree:
+    """Weights of a layer whose gradients go to `sums`, in the types of those; () for their own."""
+    if not jax.tree.leaves(sums):
+        return weights
+    return jax.tree.map(lambda w, g: _with_gradient(str(g.dtype), w, g), weights, sums)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -167,3 +170,44 @@ def _with_gradient_backward(dtype: str, _: None, g: jax.Array) -> tuple[None, ja
 
 
 _with_gradient.defvjp(_with_gradient_forward, _with_gradient_backward)
+
+
+def room_in(sums: PyTree, turn: jax.Array, first: int, end: int) -> tuple[PyTree, PyTree]:
+    """Zeros for the gradients of some layers of one chunk, and `sums` as they are.
+
+    What comes back for the zeros is added to what comes back for `sums` in its place. Cut out of
+    `sums` it would be added to all of them, in every tick.
+
+    Args:
+        sums: Zeros, `(rounds, layers, ...)`.
+        turn: Which round.
+        first: Which layers.
+        end: The one behind the last.
+    """
+    leaves_, tree = jax.tree.flatten(sums)
+    pairs = [_room(first, end, one, turn) for one in leaves_]
+    zeros, same = (jax.tree.unflatten(tree, [pair[i] for pair in pairs]) for i in (0, 1))
+    return zeros, same
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _room(first: int, end: int, sums: jax.Array, _: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return jnp.zeros((end - first, *sums.shape[2:]), sums.dtype), sums
+
+
+def _room_forward(
+    first: int, end: int, sums: jax.Array, turn: jax.Array
+) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+    return _room(first, end, sums, turn), turn
+
+
+def _room_backward(
+    first: int, _: int, turn: jax.Array, cotangents: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, None]:
+    g, sums = cotangents
+    start = (turn, first, *[0] * (g.ndim - 1))
+    found = lax.dynamic_slice(sums, start, (1, *g.shape))
+    return lax.dynamic_update_slice(sums, found + g[None], start), None
+
+
+_room.defvjp(_room_forward, _room_backward)
