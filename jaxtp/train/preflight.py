@@ -170,13 +170,16 @@ def strategies(build: Build, plan: Plan) -> tuple[str, ...]:
     """
     if not build.kinds or plan.stages is None:
         return ()
-    return table(compare(plan.stages, build.kinds, work_of(build, plan)), build.kinds)
+    work = work_of(build, plan)
+    return table(compare(plan.stages, build.kinds, work), build.kinds)
 
 
 def work_of(build: Build, plan: Plan) -> Work:
     """What the layers of a run cost on one device of a stage."""
-    state = FlatTree.of(abstract_state(build)).shapes()
-    config = build.config
+    state, config = FlatTree.of(abstract_state(build)).shapes(), build.config
+    staged = state_bytes_per_device(
+        state, slots(state, plan), plan.mesh, cut_by=plan.mesh.name_of(Axis.PP)
+    )
     return layer_work(
         plan,
         build.dims,
@@ -185,9 +188,7 @@ def work_of(build: Build, plan: Plan) -> Work:
         seq=config.seq_len,
         remat=config.remat,
         dtype=build.model.dtype,
-        stacked_bytes=state_bytes_per_device(
-            state, slots(state, plan), plan.mesh, cut_by=plan.mesh.name_of(Axis.PP)
-        ),
+        stacked_bytes=staged,
     )
 
 
