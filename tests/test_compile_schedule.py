@@ -8,6 +8,7 @@ import pytest
 from jaxtp.compile.collectives import find
 from jaxtp.compile.hlo import parse
 from jaxtp.compile.schedule import simulate
+from jaxtp.compile.traffic import traffic
 from jaxtp.cost.products import COMPILED_MEMORY_SHARE, product_seconds
 from jaxtp.hardware.gpus import Target
 
@@ -150,6 +151,21 @@ def test_elementwise_work_takes_the_time_of_its_memory_traffic():
     assert schedule.exposed() == pytest.approx(MOVE - moved)
     assert schedule.seconds == pytest.approx(MOVE + COPY)
     assert schedule.product_seconds == 0
+
+
+@pytest.mark.parametrize("rows", [4096, 512, 16])
+def test_what_a_program_of_generation_takes_of_a_product(rows):
+    """A prompt's by tiles, as in a step; of few rows cuBLAS divides the depth, so by its FLOPs."""
+    few = f"bf16[{rows},4096]"
+    lines = (dot("m", "%p1").replace(ARRAY, few, 1), f"  %p1 = {few} parameter(1)")
+    module = parse(program(*reversed(lines)))
+    device = TARGET.device
+    by_tiles = float(product_seconds(device, rows, 4096, 4096))
+    by_flops = 2 * rows * 4096 * 4096 / device.matmul_flops
+    by_bytes = 2 * (2 * rows * 4096 + 4096**2) / (COMPILED_MEMORY_SHARE * device.hbm_bandwidth)
+    want = {4096: by_tiles, 512: by_flops, 16: by_bytes}[rows]
+    assert want == pytest.approx(max(by_tiles if rows == 4096 else by_flops, by_bytes))
+    assert traffic(module, [], TARGET).seconds == pytest.approx(want + COPY)
 
 
 # Two hosts of eight: groups inside each, groups of one GPU of each, and all sixteen.
