@@ -4,7 +4,7 @@ import os
 
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 os.environ["JAX_PLATFORMS"] = "cpu"
-# XLA's threads for CPU devices. A collective that waits holds one, and up to jax 0.10 a device may
+# XLA's threads for CPU devices. A collective that waits holds one, and with jax 0.10 a device may
 # have several waiting: with as many threads as devices, which is what few cores get, none is left
 # for the device that they wait for.
 os.environ["NPROC"] = "64"

@@ -37,7 +37,7 @@ OVERLAP: Mapping[str, Mapping[str, Value]] = {
         "xla_gpu_memory_limit_slop_factor": 1000,
         "xla_gpu_experimental_parallel_collective_overlap_limit": 5,
         # On simulated devices nothing hides, and a collective that waits holds one of few threads;
-        # up to jax 0.10 the two halves' may hold all of them and wait for ever.
+        # with jax 0.10 the two halves' may hold all of them and wait for ever.
         "xla_cpu_enable_concurrency_optimized_scheduler": False,
     },
 }
