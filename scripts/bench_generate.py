@@ -1,10 +1,11 @@
 """What a token of generation reads, sends and takes: every program by the real GPU compiler.
 
     python scripts/bench_generate.py                    all sections
-    python scripts/bench_generate.py --only floor       one of floor, naive, simulated
+    python scripts/bench_generate.py --only floor       one of floor, quantized, naive, simulated
     python scripts/bench_generate.py --layers 4 --json
 
 floor      8B on h100:1x8 and 70B on h200:1x8 at batch 1, 16 and 64 against the floor of a token
+quantized  8B and 70B with int8 kernels against the floor of those, and what is left of the time
 naive      the same step with its cache replicated, sharded along the width of a head, or without
            the plan's constraints
 simulated  tokens/s of `jaxtp.generate` on 8 simulated CPU devices against one: both share the same
@@ -37,6 +38,8 @@ from jaxtp.hardware.links import GIB
 SHAPES = (("llama3-8b", "h100:1x8"), ("llama3-70b", "h200:1x8"))
 BATCHES = (1, 16, 64)
 CONTEXT = 2048
+
+Kind = Literal["none", "int8", "int4"]
 
 MOST_READ = 1.05
 """Weights and cache read over their size: nothing twice."""
@@ -80,7 +83,7 @@ class Options:
     as_json: Annotated[Flag, tyro.conf.arg(name="json")] = False
     """Print JSON instead of tables."""
 
-    only: Literal["", "floor", "naive", "simulated"] = ""
+    only: Literal["", "floor", "quantized", "naive", "simulated"] = ""
     """One section; default: all."""
 
     layers: int = 0
@@ -88,9 +91,11 @@ class Options:
 
 
 @functools.cache
-def report(model: str, target: str, batch: int, layers: int, entry: str) -> GenerationReport:
+def report(
+    model: str, target: str, batch: int, layers: int, entry: str, kind: Kind = "none"
+) -> GenerationReport:
     """Of one program; each is compiled once."""
-    work = Workload(model=model, batch=batch, context=CONTEXT, layers=layers)
+    work = Workload(model=model, batch=batch, context=CONTEXT, layers=layers, quantize=kind)
     with Console(stderr=True).status(f"{model} on {target}, {batch} rows"):
         return preflight_generation(work, target, entry=entry)
 
@@ -145,6 +150,29 @@ def floor(options: Options) -> Section:
         thresholds=[("two all-reduces a layer and nothing else", two), *thresholds],
         notes=["passed: read of what was just written, activations and scores; L2 has much of it"],
     )
+
+
+def quantized(options: Options) -> Section:
+    """Two models with int8 kernels, against their own floor and beside their floats."""
+    rows: list[dict[str, Cell]] = []
+    for model, target in SHAPES:
+        for batch in BATCHES:
+            floats = report(model, target, batch, options.layers, ENTRY)
+            found = report(model, target, batch, options.layers, ENTRY, "int8")
+            part = round(found.decode.traffic.seconds / floats.decode.traffic.seconds, 3)
+            rows.append({"model": model, "rows": batch, **cells(found), "of bf16": part})
+    read = max(row["x floor"] for row in rows)
+    return Section(
+        title=f"decode, int8 kernels, tp 8, {CONTEXT} tokens of context",
+        rows=rows,
+        thresholds=[
+            (f"integers and cache read once: at most {MOST_READ}x, largest {read}",
+             read <= MOST_READ),
+            ("all-reduces alone, two a layer",
+             all(row["kinds"] == "all-reduce" for row in rows)),
+        ],
+        notes=["layers are not in a loop: each has a message of its own"],
+    )  # fmt: skip
 
 
 def naive(options: Options) -> Section:
@@ -206,6 +234,7 @@ def simulated(options: Options) -> Section:
 
 SECTIONS: Mapping[str, Callable[[Options], Section]] = {
     "floor": floor,
+    "quantized": quantized,
     "naive": naive,
     "simulated": simulated,
 }

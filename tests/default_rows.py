@@ -6,6 +6,7 @@ and does not exist ends the run, so that a renamed one cannot fall out of both s
 """
 
 DEFAULT_ROWS: dict[str, tuple[str, ...]] = {
+    "test_a_token_reads_integers_once_and_writes_no_kernel": ("int8-16",),
     "test_models_train_as_on_one_device": (
         "linen-(8, 1)", "linen_12_heads-(1, 8)", "linen_scan-(4, 2)", "llama-(2, 4)", "nnx-(1, 8)",
     ),

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.monitoring
@@ -48,6 +48,7 @@ def generate(
     raw: bool = False,
     max_context: int = 0,
     dtype: str = "",
+    quantize: Literal["none", "int8", "int4"] = "none",
 ) -> None:
     """Answer prompts with the model in a Hugging Face folder; text comes as it is made.
 
@@ -72,6 +73,7 @@ def generate(
         raw: Prompts are the text itself, and no turn of a chat.
         max_context: Most tokens of a prompt and its answer; by default as the config says.
         dtype: Type of weights and activations; by default that of the files.
+        quantize: Kernels as integers of so many bits, a scale for each output.
     """
     tokenizer = Tokenizer(folder)
     fields = read_json(folder / CONFIG)
@@ -90,7 +92,7 @@ def generate(
     initialize(cpu_devices=tp * dp)
     mesh = make_mesh(tp=tp, dp=dp, devices=jax.devices()[: tp * dp])
     types: dict[str, Any] = {"param_dtype": dtype or None, "dtype": dtype or None}
-    model = load_hf(folder, mesh, pad_vocab=True, **types)[0]
+    model = load_hf(folder, mesh, pad_vocab=True, quantize=quantize, **types)[0]
     clock = _Clock()
     streams = out is None and len(rows) * samples == 1
     answers = answer(

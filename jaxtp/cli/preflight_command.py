@@ -3,7 +3,7 @@
 import dataclasses
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
@@ -70,6 +70,7 @@ def preflight(
     generate: bool = False,
     context: int = 8192,
     new_tokens: int = 256,
+    quantize: Literal["none", "int8", "int4"] = "none",
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
     html: Annotated[str, tyro.conf.arg(aliases=("--page",))] = "",
     time_limit: float = 900.0,
@@ -96,6 +97,7 @@ def preflight(
         generate: Compile generation: memory, largest batch and context, tokens/s against the floor.
         context: With it, tokens of a prompt and its answer.
         new_tokens: With it, how many of them are the answer's.
+        quantize: With it, the type of kernels.
         as_json: Print the report as data.
         html: Also write a page with a heat map and the schedule as a timeline.
         time_limit: Seconds that the compiler may take.
@@ -114,6 +116,7 @@ def preflight(
             context=context,
             new_tokens=new_tokens,
             layers=layers,
+            quantize=quantize,
         )
         with seconds_line(f"compiling {model}") as show:
             found = preflight_generation(

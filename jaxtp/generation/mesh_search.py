@@ -100,7 +100,7 @@ class Splits:
         return "\n".join(
             (
                 f"generation by {asked.model} on {self.target}, {asked.batch} rows of "
-                f"{asked.context:,} tokens, {asked.dtype}",
+                f"{asked.context:,} tokens, {asked.weights}",
                 "a token of every row is modelled: its floor, or where memory is marked C the "
                 "compiled program",
                 "",

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import json
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -27,9 +27,9 @@ from jaxtp.compile.traffic import Traffic, traffic
 from jaxtp.cost.products import COMPILED_MEMORY_SHARE
 from jaxtp.errors import BadConfig, BadTarget, DoesNotFit
 from jaxtp.generation.programs import (
-    READ_ONCE,
     Progress,
     Setting,
+    loop_options,
     prompt_program,
     token_program,
 )
@@ -39,6 +39,7 @@ from jaxtp.hardware.links import GIB
 from jaxtp.mesh.axes import Axis
 from jaxtp.mesh.build import plan_mesh
 from jaxtp.models.cache import cache_shape
+from jaxtp.models.quantized import is_quantized
 from jaxtp.placement.arrays import shard
 from jaxtp.plan.decisions import Plan
 from jaxtp.plan.trees import Spec, itemsize, partition_spec
@@ -59,6 +60,7 @@ class Workload:
         new_tokens: How many of them are the answer's.
         layers: Layers to compile; 0 is all of them.
         dtype: Type of weights, activations and cache.
+        quantize: Type of kernels: none, int8 or int4; see `jaxtp.models.quantize`.
         temperature: 0 takes the likeliest token.
         top_k: As in `jaxtp.generate`.
         top_p: Likewise.
@@ -71,6 +73,7 @@ class Workload:
     new_tokens: int = 256
     layers: int = 0
     dtype: str = "bfloat16"
+    quantize: Literal["none", "int8", "int4"] = "none"
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
@@ -91,11 +94,17 @@ class Workload:
                 )
 
     @property
+    def weights(self) -> str:
+        """Types of kernels and of what is computed with, as a report says it."""
+        return self.dtype if self.quantize == "none" else f"{self.quantize} kernels, {self.dtype}"
+
+    @property
     def config(self) -> models.Config:
         """The model's."""
         found = models.config_of(self.model)
-        types = {"param_dtype": self.dtype, "dtype": self.dtype}
+        types: dict[str, Any] = {"param_dtype": self.dtype, "dtype": self.dtype}
         layers = self.layers or found.num_hidden_layers
+        types["quantize"] = self.quantize
         return dataclasses.replace(found, num_hidden_layers=layers, **types)
 
     def plan(self, num_devices: int) -> Plan:
@@ -212,7 +221,7 @@ class GenerationReport:
 
         lines = [
             f"generation    {asked.model} on {self.target}, {self.plan.mesh}, {asked.batch} rows, "
-            f"{prompt} + {asked.new_tokens} tokens, {asked.dtype}",
+            f"{prompt} + {asked.new_tokens} tokens, {asked.weights}",
             f"largest       {self.largest_batch} rows at this context; "
             f"{self.largest_context:,} tokens at this batch",
             f"prefill       {memory(prefill)}",
@@ -344,7 +353,8 @@ def _compiled(
     mesh = dict(plan.mesh.sizes)
     settings = json.dumps(dataclasses.asdict(workload))
     program = Program(mesh=mesh, entry=entry, keywords={"settings": settings, "phase": phase})
-    asked: Mapping[str, Any] = READ_ONCE if phase == "decode" else {}
+    loop = loop_options(quantized=is_quantized(workload.config))
+    asked: Mapping[str, Any] = loop if phase == "decode" else {}
     used: CompileOptions = probe({**PREFLIGHT, **asked})
     compiled = compile_for(
         program, machine, used.options, time_limit=time_limit, on_progress=on_progress
@@ -395,6 +405,7 @@ def program_on_target(
         end_tokens=(0,),
         prompt_slots=workload.context - workload.new_tokens,
         new_slots=workload.new_tokens,
+        quantized=is_quantized(workload.config),
     )
     spec = (cache_spec or functools.partial(planned_cache, workload.config))(plan)
     state = _progress(workload, plan, placed, spec)
@@ -405,7 +416,7 @@ def program_on_target(
         return prompt_program(setting), (
             params, prompts, state.first, state.done, state.keys, numbers,
         )  # fmt: skip
-    places = tuple(leaf.sharding for leaf in jax.tree.leaves(state))
+    places = jax.tree.map(lambda x: x.sharding, state)
     limit = _struct(placed, (), jnp.int32, ())
     return token_program(setting, places), (params, state, limit, numbers)
 
@@ -417,7 +428,7 @@ def _struct(mesh: Mesh, shape: tuple[int, ...], dtype: Any, spec: tuple[Any, ...
 
 def planned_cache(config: Any, plan: Plan) -> Spec:
     """The spec of keys and values, (layers, batch, kv heads, slots, head width)."""
-    heads = plan.axes_for((cache_shape(config, 1, 1).keys.shape[2],))
+    heads = plan.axes_for((jax.tree.leaves(cache_shape(config, 1, 1))[0].shape[2],))
     return ((), plan.mesh.batch, heads, (), ())
 
 

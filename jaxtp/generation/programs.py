@@ -29,6 +29,22 @@ READ_ONCE: Mapping[str, Value] = {
 }
 """Compile options of the loop over tokens, whose time is that of reading weights and cache."""
 
+IN_THE_PRODUCT: Mapping[str, Value] = {
+    # A product that turns integers into floats as it reads them is a Triton kernel; cuBLAS, for
+    # which they would be written as floats, has no such thing. Left for others where nothing is
+    # turned: it reads slices of the cache in place.
+    "xla_gpu_enable_triton_gemm": True,
+    "xla_gpu_triton_gemm_any": False,
+    # Otherwise int4 is transposed first, the whole kernel.
+    "xla_gpu_experimental_pack_dot_operands_along_k_dimension": False,
+}
+"""The same for integer kernels."""
+
+
+def loop_options(*, quantized: bool) -> Mapping[str, Value]:
+    """Compile options of the loop over tokens, as to be probed."""
+    return {**READ_ONCE, **IN_THE_PRODUCT} if quantized else READ_ONCE
+
 
 class Progress(NamedTuple):
     """What a batch has come to; it stays on the devices, and every program takes its place.
@@ -66,6 +82,7 @@ class Setting:
         end_tokens: Ids that end a row.
         prompt_slots: Slots of the padded prompts.
         new_slots: Slots behind them.
+        quantized: Whether the model's kernels are integers.
     """
 
     graph: nnx.GraphDef[Decoder]
@@ -75,6 +92,7 @@ class Setting:
     end_tokens: tuple[int, ...]
     prompt_slots: int
     new_slots: int
+    quantized: bool = False
 
     @contextlib.contextmanager
     def plan_in_force(self) -> Generator[None]:
@@ -133,16 +151,14 @@ def prompt_program(setting: Setting) -> Callable[..., Progress]:
 
 
 @functools.cache
-def token_program(
-    setting: Setting, shardings: tuple[jax.sharding.Sharding, ...]
-) -> Callable[..., Progress]:
+def token_program(setting: Setting, places: Progress) -> Callable[..., Progress]:
     """`(parameters, Progress, limit, Numbers) -> Progress`: until rows have `limit` or have ended.
 
     The state is donated and comes back in the same place, so that one call may follow the other.
 
     Args:
         setting: See there.
-        shardings: Where the leaves of the state lie.
+        places: Where the leaves of the state lie, shardings in tuples.
     """
 
     def run(params: PyTree, progress: Progress, limit: jax.Array, numbers: Numbers) -> Progress:
@@ -163,11 +179,7 @@ def token_program(
         with setting.plan_in_force():
             return jax.lax.while_loop(goes_on, step, progress)
 
-    rest = len(Progress._fields) - 1
-    cache = Cache(0, 0 if len(shardings) > rest + 1 else None)
-    treedef = jax.tree.structure(Progress(cache, *range(rest)))  # pyright: ignore[reportArgumentType]
-    places = jax.tree.unflatten(treedef, shardings)
-    options = dict(probe(READ_ONCE).options)
+    options = dict(probe(loop_options(quantized=setting.quantized)).options)
     return jax.jit(run, donate_argnums=1, out_shardings=places, compiler_options=options)
 
 

@@ -18,6 +18,7 @@ from jaxtp.generation.sampling import Sampling
 from jaxtp.hardware.links import GIB
 from jaxtp.mesh.build import auto_context
 from jaxtp.models.decoder import Decoder
+from jaxtp.models.quantized import is_quantized
 from jaxtp.plan.decisions import Plan
 from jaxtp.plan.trees import canonical, leaves
 from jaxtp.rules.planner import make_plan
@@ -136,12 +137,13 @@ def generate(
         end_tokens=tuple(end_tokens),
         prompt_slots=_slots(max(map(len, rows))),
         new_slots=_slots(max_new_tokens),
+        quantized=is_quantized(model.config),
     )
     batch = _batch(setting, rows, samples, jax.random.key(0) if key is None else key)
     texts = _Texts(tokenizer, tuple(stop), len(rows) * samples, on_text)
     with auto_context():
         progress = prompt_program(setting)(params, *batch, sampling.numbers)
-        more = token_program(setting, tuple(x.sharding for x in jax.tree.leaves(progress)))
+        more = token_program(setting, jax.tree.map(lambda x: x.sharding, progress))
         texts.take(progress)
         if on_tokens is not None:
             on_tokens(texts.step)

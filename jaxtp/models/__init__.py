@@ -9,6 +9,7 @@ from jaxtp.models.gpt import GPT, GPTConfig
 from jaxtp.models.layers import DecoderConfig
 from jaxtp.models.llama import Llama, LlamaConfig, RopeScaling
 from jaxtp.models.lora import Lora, merge_lora, unmerge_lora
+from jaxtp.models.quantized import quantize
 from jaxtp.models.registry import PRESETS, Config, abstract, build, config_of
 
 __all__ = [
@@ -28,5 +29,6 @@ __all__ = [
     "cross_entropy",
     "generate",
     "merge_lora",
+    "quantize",
     "unmerge_lora",
 ]

@@ -16,6 +16,8 @@ from flax import nnx
 from jaxtp.activations.by_name import constrain
 from jaxtp.activations.context.blocks import soft_capped
 from jaxtp.models.attention import attend, capped_attention, softmax_with
+from jaxtp.models.layers import run_alone
+from jaxtp.models.quantized import is_quantized
 
 LONGEST_AT_ONCE = 1024
 """Tokens of a prompt up to which all scores are computed at once."""
@@ -31,17 +33,13 @@ class Cache(NamedTuple):
     and the cache is read as it lies.
 
     Attributes:
-        keys: (layers, batch, kv heads, slots, head width), in the type of activations.
+        keys: (layers, batch, kv heads, slots, head width), in the type of activations; a tuple of
+            such arrays of one layer each, where layers are not stacked.
         values: The same; None where keys are values too, as with the latents of DeepSeek-V2.
     """
 
     keys: Any
     values: Any
-
-    @property
-    def num_slots(self) -> int:
-        """Tokens that a row can have, padding included."""
-        return self.keys.shape[3]
 
 
 def cache_shape(config: Any, batch: int, num_slots: int) -> Cache:
@@ -53,8 +51,11 @@ def cache_shape(config: Any, batch: int, num_slots: int) -> Cache:
         num_slots: Tokens that each may have.
     """
     heads, width = config.cached_heads
-    shape = (config.num_hidden_layers, batch, heads, num_slots, width)
-    struct = jax.ShapeDtypeStruct(shape, jnp.dtype(config.dtype))
+    num_layers, dtype = config.num_hidden_layers, jnp.dtype(config.dtype)
+    if is_quantized(config):
+        one = jax.ShapeDtypeStruct((1, batch, heads, num_slots, width), dtype)
+        return Cache((one,) * num_layers, (one,) * num_layers)
+    struct = jax.ShapeDtypeStruct((num_layers, batch, heads, num_slots, width), dtype)
     return Cache(struct, None if config.caches_latents else struct)
 
 
@@ -227,13 +228,13 @@ def scan_cached(
     first_B: jax.Array,
     span: tuple[int, int],
 ) -> tuple[jax.Array, Cache]:
-    """Runs stacked layers on new tokens; the residual stream behind them, and the cache.
+    """Runs layers on new tokens; the residual stream behind them, and the cache.
 
     A loop over the layers' numbers and no scan: a scan would hide from XLA that the cache is
     sliced by the loop's counter, see `row_of`.
 
     Args:
-        layers: Result of `jaxtp.models.layers.stack_layers`.
+        layers: Result of `jaxtp.models.layers.stack_layers`, or an `nnx.List` of layers.
         x_BTD: The residual stream in front of the first layer.
         context: See `jaxtp.models.layers.scan_layers`.
         rows: See there.
@@ -243,6 +244,12 @@ def scan_cached(
         first_B: The slot of each row's first token.
         span: The cache's layers that these are: the first one, and the one behind the last.
     """
+    if isinstance(layers, nnx.List):
+        # An array a layer: the slice of a stack would be copied for products of Triton.
+        pairs = zip(cache.keys, cache.values, strict=True)
+        held = [LayerCache(Cache(*pair), jnp.int32(0), slot, first_B) for pair in pairs]
+        x_BTD = run_alone(layers, x_BTD, context, {**rows, "cache": held})
+        return x_BTD, Cache(*zip(*(one.cache for one in held), strict=True))
     graph, params = nnx.split(layers)
     stacked = {"params": params, "rows": jax.tree.map(jnp.asarray, dict(rows))}
 

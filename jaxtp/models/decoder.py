@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from jaxtp.activations.context.dealing import deal, undo
 from jaxtp.errors import SizeMismatch
 from jaxtp.models.cache import Cache, cache_shape, scan_cached
-from jaxtp.models.layers import Layer, Sums, normed, scan_layers
+from jaxtp.models.layers import Layer, Sums, normed, run_alone, scan_layers
 
 
 def default_positions(tokens_BT: jax.Array) -> jax.Array:
@@ -75,6 +75,9 @@ class Decoder(nnx.Module):
         sums: Sums | None = None
         for layers, (start, stop) in zip(self.stacks, self.spans, strict=True):
             own = {name: row[start:stop] for name, row in rows.items()}
+            if isinstance(layers, nnx.List):
+                x_BTD = run_alone(layers, x_BTD, context, own)
+                continue
             in_stages = stop == self.config.num_hidden_layers
             x_BTD, sums = scan_layers(
                 layers, x_BTD, context, self.config.remat, own, in_stages=in_stages

@@ -8,13 +8,14 @@ heads, H head width, F MLP width, V vocab. They name logical dims, never shards.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from numpy.typing import NDArray
 
 from jaxtp.activations.by_name import ActivePlan, active_plan, constrain
 from jaxtp.errors import NotInterleaved, join, warn
@@ -62,6 +63,10 @@ class DecoderConfig:
 
     lora: Lora | None = None
     """Low-rank adapters beside some of the linear maps; None for none."""
+
+    quantize: Literal["none", "int8", "int4"] = "none"
+    """Type of the kernels of linear maps, for generation: float, or integers of so many bits and a
+    scale for each output. Layers are then not stacked; see `jaxtp.models.quantized`."""
 
     attention_implementation: Literal["xla", "cudnn"] = "xla"
     """Kernel of `jax.nn.dot_product_attention`; cudnn needs an NVIDIA GPU and 16-bit
@@ -238,6 +243,19 @@ def scan_layers(
         how |= {"zeros": lambda _: (), "in_stages": False}
         return stacked.scan_counting(plain, x_BTD, params, **how)[0], None
     return stacked.scan_layers(layer, x_BTD, params, **how), None
+
+
+def run_alone(
+    layers: Iterable[Layer],
+    x_BTD: jax.Array,
+    context: Mapping[str, Any],
+    rows: Mapping[str, Sequence[Any] | NDArray[Any]],
+) -> jax.Array:
+    """Runs layers that are not stacked; see `scan_layers`, of whose arguments these are some."""
+    for number, layer in enumerate(layers):
+        own = {name: row[number] for name, row in rows.items()}
+        x_BTD = layer(x_BTD, {**context, **own})
+    return x_BTD
 
 
 def _check_alike(layers: Layer, rows: stacked.Rows | None) -> None:

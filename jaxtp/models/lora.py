@@ -113,11 +113,17 @@ def merge_lora(model: nnx.Module) -> nnx.State:
         The adapters, for `unmerge_lora`. Arrays stay where they are.
 
     Raises:
-        BadConfig: TP020, if the model has no adapter.
+        BadConfig: TP020, if the model has no adapter, or kernels are integers.
     """
     config = getattr(model, "config", None)
     if getattr(config, "lora", None) is None:
         raise BadConfig("the model has no adapter", where="model", fix="load_hf(..., adapter=)")
+    if config.quantize != "none":
+        raise BadConfig(
+            f"the kernels are {config.quantize}, to which nothing is added",
+            where="model",
+            fix="merge first, and quantise the result; or leave adapters beside their kernels",
+        )
     adapters = nnx.state(model, nnx.LoRAParam)
     for linear in _adapted(model):
         _fold(linear, 1.0)

@@ -12,11 +12,37 @@ from flax import nnx
 from jaxtp.activations.by_name import constrain
 
 
+class QuantizedKernel(nnx.Module):
+    """A kernel as integers; see `jaxtp.models.quantized`.
+
+    Attributes:
+        qvalue: int8 or int4, of the kernel's shape.
+        scale: What they are multiplied by, float32, 1 in place of each dim that is summed over.
+    """
+
+    def __init__(self, qvalue: jax.Array, scale: jax.Array) -> None:
+        self.qvalue, self.scale = nnx.Param(qvalue), nnx.Param(scale)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The kernel's."""
+        return self.qvalue.shape
+
+    def product(self, inputs: jax.Array, num_in: int) -> jax.Array:
+        """`inputs` times the kernel, in their type, over its first `num_in` dims."""
+        out = jnp.tensordot(inputs, self.qvalue[...].astype(inputs.dtype), axes=num_in)
+        scale = jnp.squeeze(self.scale[...], tuple(range(num_in)))
+        scale = jnp.expand_dims(scale, range(out.ndim - scale.ndim))
+        # Behind the product: scaled in front of it, the kernel would be written in 16 bits first.
+        return (out.astype(jnp.float32) * scale).astype(out.dtype)
+
+
 class Linear(nnx.LinearGeneral):
     """A linear map of the last dims whose sizes are those of its kernel.
 
     So that it also runs on a part of its kernel and bias, where Flax's shapes the bias by what the
-    module was made with. `jaxtp.models.lora` may give it an adapter.
+    module was made with. `jaxtp.models.lora` may give it an adapter, and `jaxtp.models.quantized`
+    a `QuantizedKernel`.
     """
 
     lora_a: nnx.LoRAParam[jax.Array] | None = None
@@ -37,9 +63,12 @@ class Linear(nnx.LinearGeneral):
             out_sharding: As in Flax; not used.
             adapter_inputs: The same for the adapter, see `products`.
         """
-        num_in = len(self.in_features)
-        inputs, kernel = inputs.astype(self.dtype), self.kernel[...].astype(self.dtype)
-        out = jnp.tensordot(inputs, kernel, axes=num_in)
+        num_in, kernel = len(self.in_features), self.kernel
+        inputs = inputs.astype(self.dtype)
+        if isinstance(kernel, QuantizedKernel):
+            out = kernel.product(inputs, num_in)
+        else:
+            out = jnp.tensordot(inputs, kernel[...].astype(self.dtype), axes=num_in)
         if self.lora_a is not None and self.lora_b is not None:
             a, b = (factor[...].astype(self.dtype) for factor in (self.lora_a, self.lora_b))
             # Scaled between the products, where it is narrow.

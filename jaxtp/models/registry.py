@@ -4,6 +4,7 @@ Adding one is a folder with these three and a row here; whatever asks by config 
 asks this table, and what it does not have is refused.
 """
 
+import dataclasses
 import difflib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from jaxtp.models.decoder import Decoder
 from jaxtp.models.layers import DecoderConfig
 from jaxtp.models.lora import add_adapters
 from jaxtp.models.published import Family
+from jaxtp.models.quantized import is_quantized, quantize
 
 
 class Architecture(NamedTuple):
@@ -93,10 +95,11 @@ def build(model: str | Config, rngs: nnx.Rngs | None = None) -> Decoder:
         BadConfig: TP020, if no preset has the name or no architecture the config.
     """
     config, rngs = config_of(model), rngs or nnx.Rngs(0)
-    built = architecture_of(config).model(config, rngs)
+    floats = dataclasses.replace(config, quantize="none")
+    built = architecture_of(floats).model(floats, rngs)
     if config.lora is not None:
         add_adapters(built, config.lora, rngs)
-    return built
+    return quantize(built, config.quantize) if is_quantized(config) else built
 
 
 def abstract(model: str | Config) -> Decoder:

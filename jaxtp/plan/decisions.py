@@ -20,7 +20,7 @@ from jaxtp.plan.inputs import STATE, InputDecision, input_decision
 from jaxtp.plan.stages import Stages
 from jaxtp.plan.stored_form import Blocks, Padding, stored_shape
 from jaxtp.plan.table import Row, html_table, note_lines, text_table
-from jaxtp.plan.trees import PyTree, Spec, itemsize, map_with_path, partition_spec, spec_text
+from jaxtp.plan.trees import PyTree, Spec, map_with_path, partition_spec, spec_text, stored_bytes
 
 FORMAT = 1
 """Version of the JSON form; readers refuse newer ones."""
@@ -68,7 +68,7 @@ class ParamDecision:
     @property
     def num_bytes(self) -> int:
         """Bytes of the array, global, without padding."""
-        return math.prod(self.shape) * itemsize(self.dtype)
+        return stored_bytes(math.prod(self.shape), self.dtype)
 
     @property
     def partition_spec(self) -> PartitionSpec:
@@ -86,7 +86,7 @@ class ParamDecision:
 
     def bytes_per_device(self, mesh: MeshShape) -> int:
         """Bytes that one device holds of this array, padding included."""
-        stored = math.prod(self.stored) * itemsize(self.dtype)
+        stored = stored_bytes(math.prod(self.stored), self.dtype)
         return stored // mesh.pieces(self.spec)
 
 
@@ -239,7 +239,7 @@ class Plan:
             shared = 1
             for (axes, ways), (new_axes, new_ways) in zip(before, after, strict=True):
                 shared *= self.mesh.ways({*axes, *new_axes}) * max(ways, new_ways)
-            stored = math.prod(new.stored) * itemsize(new.dtype)
+            stored = stored_bytes(math.prod(new.stored), new.dtype)
             total += new.bytes_per_device(other.mesh) - stored / shared
         return round(total)
 

@@ -57,6 +57,11 @@ def itemsize(dtype: str) -> int:
     return 8 if dtype.startswith("key<") else jnp.dtype(dtype).itemsize
 
 
+def stored_bytes(count: int, dtype: str) -> int:
+    """Bytes of so many elements; GPUs store two integers of 4 bits in one."""
+    return -(-count // 2) if dtype in ("int4", "uint4") else count * itemsize(dtype)
+
+
 def spell(path: tuple[KeyEntry, ...]) -> str:
     """The "/"-joined spelling of a JAX key path, without the `value` of a Flax box.
 

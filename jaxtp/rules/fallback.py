@@ -22,11 +22,19 @@ from jaxtp.rules.roles import Placement, Role, Source
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Member:
-    """A claim inside its group: its choices, with units that suit the whole group."""
+    """A claim inside its group: its choices, with units that suit the whole group.
+
+    Attributes:
+        claim: Of one parameter.
+        choices: Where it may be sharded, one for each choice of the group.
+        num_bytes: Global.
+        of_vocab: Whether what is sharded is the vocabulary: of a table or head, or what follows it.
+    """
 
     claim: Claim
     choices: tuple[Placement | None, ...]
     num_bytes: int
+    of_vocab: bool
 
     def ways(self, choice: int, prefixes: Sequence[int]) -> int:
         """Into how many shards this member goes when the group takes a choice.
@@ -38,7 +46,7 @@ class Member:
         placement = self.choices[choice] if self.choices else None
         if placement is None:
             return 1
-        if self.claim.vote.role is Role.VOCAB:
+        if self.of_vocab:
             # A table sharded over part of the axis would save little and cost a factor of the
             # mesh to every group: all of the axis, or replicated.
             prefixes = (prefixes[0], 1)
@@ -96,7 +104,7 @@ def fit(
             continue
         member, index, ways = cut[claim.param.path]
         placement = member.choices[index] if member.choices else None
-        decision = _decision(claim, placement, ways, widths, pad_vocab)
+        decision = _decision(claim, placement, ways, widths, pad_vocab and member.of_vocab)
         if decision.fallback and decision.units and policy == "error":
             problems.add(
                 HeadsNotDivisible(
@@ -161,6 +169,7 @@ def _shared_units(claims: list[Claim]) -> Group:
         {p.units[0] for c in claims for p in c.vote.placements[i : i + 1] if p is not None}
         for i in range(width)
     ]
+    of_vocab = any(claim.vote.role is Role.VOCAB for claim in claims)
     members: Group = []
     for claim in claims:
         choices = tuple(
@@ -168,7 +177,7 @@ def _shared_units(claims: list[Claim]) -> Group:
             for i, p in enumerate(claim.vote.placements)
         )
         choices += (None,) * (width - len(choices))
-        members.append(Member(claim, choices, claim.param.num_bytes))
+        members.append(Member(claim, choices, claim.param.num_bytes, of_vocab))
     return members
 
 
@@ -209,7 +218,7 @@ def _orders(n: int) -> Iterator[tuple[int, ...]]:
 
 
 def _decision(
-    claim: Claim, placement: Placement | None, ways: int, widths: Widths, pad_vocab: bool
+    claim: Claim, placement: Placement | None, ways: int, widths: Widths, pads: bool
 ) -> ParamDecision:
     param, vote, tp = claim.param, claim.vote, max(widths)
     padding: Padding = ()
@@ -217,7 +226,7 @@ def _decision(
     if placement is None and vote.role is Role.FUSED and tp > 1:
         fallback = f"{vote.reason}: replicated; {_costs(param, 1, tp)}; sharded if stored apart"
     if placement is not None and ways < tp:
-        if vote.role is Role.VOCAB and pad_vocab:
+        if pads:
             size, axes = param.shape[placement.dim], widths[tp]
             blocks = Blocks(dim=placement.dim, pieces=((0, size),), block=-(-size // tp) * tp)
             padding = (blocks,)

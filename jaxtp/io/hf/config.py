@@ -27,6 +27,7 @@ RUNTIME: dict[str, Any] = {
     "param_dtype": "float32",
     "remat": "none",
     "lora": None,
+    "quantize": "none",
     "attention_implementation": "xla",
     "capacity_factor": 1.25,
     "drop_tokens": False,

@@ -23,6 +23,7 @@ from jaxtp.io.assemble import Source, assemble
 from jaxtp.io.hf.adapters import adapter_sources, read_lora
 from jaxtp.io.hf.config import family_of, read_fields
 from jaxtp.io.hf.files import CONFIG, read_folder
+from jaxtp.io.hf.quantized import alone, place_kernel
 from jaxtp.io.json_text import read_json
 from jaxtp.io.progress import byte_bar
 from jaxtp.io.safetensors import Tensor
@@ -32,6 +33,7 @@ from jaxtp.models import Config, Decoder, abstract
 from jaxtp.models.attention import cudnn_obstacle
 from jaxtp.models.lora import is_adapter
 from jaxtp.models.published import BUFFERS, HEAD, Storage, Stored, storages
+from jaxtp.models.quantized import check_kind
 from jaxtp.placement.arrays import plan_for
 from jaxtp.placement.train_state import slots
 from jaxtp.plan.decisions import Plan
@@ -56,6 +58,7 @@ def load_hf(
     dtype: str | None = None,
     remat: str = "none",
     attention_implementation: Literal["auto", "xla", "cudnn"] = "xla",
+    quantize: Literal["none", "int8", "int4"] = "none",
     progress: bool = True,
     **options: Any,
 ) -> tuple[Decoder, nnx.State]:
@@ -74,6 +77,8 @@ def load_hf(
         remat: As in the model's config.
         attention_implementation: As in the model's config; "auto" is cuDNN's on GPUs wherever type
             and heads allow it, else XLA's.
+        quantize: For generation: kernels as integers of so many bits with a scale for each output,
+            made as they are read, see `jaxtp.models.quantize`.
         progress: Show a progress bar on stderr, in the first process.
         **options: Options of `make_plan`.
 
@@ -86,11 +91,14 @@ def load_hf(
     Raises:
         UnsupportedModel: TP096, if the config asks for something that our models do not compute.
         BadWeights: TP095, if files are damaged, or hold other tensors than the config asks for.
+        BadConfig: TP020, for a model that is not quantised, or if qwix is not installed.
         JaxtpError: whatever `make_plan` and `jaxtp.shard` raise.
     """
     folder = Path(folder)
     fields = read_json(folder / CONFIG)
     config = read_fields(fields, str(folder / CONFIG))
+    if quantize != "none":
+        check_kind(config, quantize)
     stored = read_folder(folder)
     file_dtype = _file_dtype(fields, stored, str(folder / CONFIG))
     config = dataclasses.replace(
@@ -108,6 +116,10 @@ def load_hf(
     sources = _match(model, names, stored, folder, any_float=param_dtype is not None)
     if adapter is not None:
         sources |= adapter_sources(model, names, Path(adapter))
+    if quantize != "none":
+        config, stacked = dataclasses.replace(config, quantize=quantize), model
+        model = abstract(config)
+        sources = alone(sources, stacked, model)
     if plan is None:
         options = {"config": config, **options}
     plan = plan_for(model, mesh, plan, options)
@@ -119,10 +131,10 @@ def load_hf(
         ThreadPoolExecutor(NUM_THREADS) as pool,
         byte_bar(f"loading {folder.name}", total, progress) as advance,
     ):
-        arrays = {
-            path: assemble(source, places[path], target, config.param_dtype, pool, advance)
-            for path, source in sources.items()
-        }
+        arrays: dict[str, Any] = {}
+        for path, source in sources.items():
+            array = assemble(source, places[path], target, config.param_dtype, pool, advance)
+            arrays |= place_kernel(path, array, places, target, quantize)
     model = flat.like(arrays[path] for path in flat.values)
     return model, nnx.state(model, nnx.Param)
 

@@ -24,6 +24,7 @@ from jaxtp.io.safetensors import write_file, write_order
 from jaxtp.mesh.build import auto_context
 from jaxtp.models import Config, abstract
 from jaxtp.models.published import Storage, Stored, storages
+from jaxtp.models.quantized import is_quantized
 from jaxtp.models.registry import FAMILIES
 from jaxtp.plan.decisions import Plan
 from jaxtp.plan.trees import PyTree, canonical, flatten, leaves, parameters
@@ -86,6 +87,12 @@ def save_hf(
             "the model has low-rank adapters beside its kernels",
             where="config.lora",
             fix="save_adapter(model, ...) writes them alone; models.merge_lora(model) first",
+        )
+    if is_quantized(config):
+        raise BadConfig(
+            f"the model's kernels are {config.quantize}",
+            where="config.quantize",
+            fix="save the float model that it was made of",
         )
     fields = _fields(config, like)
     names = FAMILIES[fields["model_type"]].names

@@ -92,7 +92,7 @@ class Attention(nnx.Module):
         """Attention over earlier tokens of the same segment, (batch, tokens, hidden size)."""
         config = self.config
         k_proj, v_proj = self.k_proj, self.v_proj
-        if cache is None:
+        if cache is None and config.quantize == "none":
             # Under a plan that splits queries further than keys, K below counts a kv head once for
             # each device that needs it: that makes gradients cheaper, and a cache larger.
             k_proj, v_proj = self._spread(k_proj), self._spread(v_proj)
