@@ -20,7 +20,7 @@ import jaxtp
 from jaxtp import models
 from jaxtp.errors import BadConfig, BadPrompt, BadStages, JaxtpWarning, PlanMismatch
 from jaxtp.generation import run
-from jaxtp.generation.sampling import Sampling, argmax, choose, threshold
+from jaxtp.generation.sampling import Sampling, choose, threshold
 from jaxtp.io.hf import load_hf
 from jaxtp.mesh.build import make_mesh
 from jaxtp.models import cache
@@ -199,7 +199,7 @@ def test_drawn_tokens_have_the_probabilities_of_the_model():
     bound = 4 * np.sqrt(probabilities * (1 - probabilities) / rows)
     assert (np.abs(share - probabilities) < bound).all()
     np.testing.assert_allclose(nats, jnp.log(probabilities)[tokens], atol=1e-6)
-    assert argmax(jnp.array([[1.0, 3.0, 3.0]])).tolist() == [1]
+    assert choose(jnp.array([[1.0, 3.0, 3.0]]), Sampling(), keys[:1])[0].tolist() == [1]
 
 
 BAD = {

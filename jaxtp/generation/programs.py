@@ -26,6 +26,9 @@ READ_ONCE: Mapping[str, Value] = {
     # XLA makes one product of several by the same input, q with k with v: for each token it would
     # read their weights, write them one after the other, and read that.
     "xla_gpu_dot_merger_threshold_mb": 0,
+    # It pads sizes to a multiple of 8, of queries for a kv head too: twice the scores of 4 in fp32,
+    # which are a tenth of what a step of many rows moves. cuBLAS takes any number of columns.
+    "xla_disable_hlo_passes": "cublas-pad-for-gemms",
 }
 """Compile options of the loop over tokens, whose time is that of reading weights and cache."""
 

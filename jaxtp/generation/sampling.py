@@ -1,9 +1,9 @@
 """How the next token is chosen, without bringing the logits of a row to one device.
 
 Every way of choosing is the same two steps: a threshold below which no token counts, and the
-largest of logit / temperature + Gumbel noise above it (Gumbel 1954; with no noise, greedy). The
-largest takes one max and one min over the tensor axis, scalars of a row; thresholds come from the
-largest candidates of each shard. Shape suffixes: B batch, V vocab, C candidates.
+largest of logit / temperature + Gumbel noise above it (Gumbel 1954; with no noise, greedy). For the
+largest each shard gives four numbers a row, in one all-gather; thresholds come from the largest
+candidates of each shard. Shape suffixes: B batch, V vocab, C candidates, S shards, F numbers found.
 """
 
 import dataclasses
@@ -92,27 +92,54 @@ def choose(
     """
     numbers = sampling.numbers if numbers is None else numbers
     logits_BV = logits_BV.astype(jnp.float32)
-    if sampling.temperature == 0:
-        token_B = argmax(logits_BV)
-    else:
+    wanted_BV = logits_BV
+    if sampling.temperature > 0:
         scaled_BV = logits_BV / numbers.temperature
         noise_BV = jax.vmap(lambda key: jax.random.gumbel(key, scaled_BV.shape[1:]))(keys_B)
         least_B = threshold(scaled_BV, sampling, numbers)
-        token_B = argmax(jnp.where(scaled_BV >= least_B[:, None], scaled_BV + noise_BV, -jnp.inf))
-    # Found by comparing and summing, as the loss does: an index would gather the logits.
-    is_token_BV = jnp.arange(logits_BV.shape[1])[None] == token_B[:, None]
-    chosen_B = jnp.sum(logits_BV, axis=-1, where=is_token_BV)
-    return token_B, chosen_B - jax.nn.logsumexp(logits_BV, axis=-1)
+        wanted_BV = jnp.where(scaled_BV >= least_B[:, None], scaled_BV + noise_BV, -jnp.inf)
+    axes, spec = _vocab_axes(logits_BV.shape)
+    plan = active_plan()
+    if plan is None or not axes:
+        parts_BF = _found(wanted_BV, logits_BV)
+    else:
+        mapped = jax.shard_map(_found, mesh=plan.mesh, in_specs=(spec, spec), out_specs=spec)
+        parts_BF = constrain(mapped(wanted_BV, logits_BV), "candidates")
+    # One message for all of it: on a few bytes a message is nothing but its latency.
+    parts_BSF = parts_BF.reshape(logits_BV.shape[0], -1, NUM_FOUND)
+    most_BS, index_BS, logit_BS, total_BS = jnp.moveaxis(parts_BSF, -1, 0)
+    shard_B1 = jnp.argmax(most_BS, axis=-1, keepdims=True)
+    index_B1, logit_B1 = (jnp.take_along_axis(x, shard_B1, -1) for x in (index_BS, logit_BS))
+    width = logits_BV.shape[1] // parts_BSF.shape[1]
+    token_B = index_B1[:, 0].astype(jnp.int32) + width * shard_B1[:, 0].astype(jnp.int32)
+    return token_B, logit_B1[:, 0] - jax.nn.logsumexp(total_BS, axis=-1)
 
 
-def argmax(x_BV: jax.Array) -> jax.Array:
-    """The first index of the largest entry, int32 (batch,): a max and a min over the vocabulary.
+NUM_FOUND = 4
+"""Numbers of a row that each part of the vocabulary gives, see `_found`."""
 
-    `jnp.argmax` over a sharded dim is one reduction of pairs, for which XLA gathers it.
+
+def _found(wanted_BV: jax.Array, logits_BV: jax.Array) -> jax.Array:
+    """Of one part of the vocabulary: the most wanted token, float32 (batch, `NUM_FOUND`).
+
+    How much it is wanted; its index in the part, exact in float32 up to 16 million; its logit; and
+    the logarithm of the sum of all exponentials.
     """
-    index_V = jnp.arange(x_BV.shape[1], dtype=jnp.int32)
-    is_largest_BV = x_BV == jnp.max(x_BV, axis=-1, keepdims=True)
-    return jnp.min(jnp.where(is_largest_BV, index_V[None], x_BV.shape[1] - 1), axis=-1)
+    index_B = jnp.argmax(wanted_BV, axis=-1)
+    is_it_BV = jnp.arange(wanted_BV.shape[1])[None] == index_B[:, None]
+    logit_B = jnp.sum(logits_BV, axis=-1, where=is_it_BV)
+    most_B, total_B = jnp.max(wanted_BV, axis=-1), jax.nn.logsumexp(logits_BV, axis=-1)
+    return jnp.stack([most_B, index_B.astype(jnp.float32), logit_B, total_B], axis=-1)
+
+
+def _vocab_axes(shape: tuple[int, ...]) -> tuple[tuple[str, ...], PartitionSpec]:
+    """The axes that shard the vocabulary of logits of this shape, and where the logits lie."""
+    plan, (batch, vocab) = active_plan(), shape
+    if plan is None:
+        return (), PartitionSpec()
+    axes = plan.shape.fit((vocab,))
+    rows = plan.batch if batch % plan.shape.ways(plan.batch) == 0 else ()
+    return axes, PartitionSpec(rows or None, axes)
 
 
 def threshold(x_BV: jax.Array, sampling: Sampling, numbers: Numbers | None = None) -> jax.Array:
@@ -147,13 +174,10 @@ def candidates(x_BV: jax.Array, count: int) -> jax.Array:
 
     Each shard of the vocabulary gives its own largest, and the largest of these are the answer.
     """
-    plan, (batch, vocab) = active_plan(), x_BV.shape
-    axes = () if plan is None else plan.shape.fit((vocab,))
-    if plan is None or not axes or count * plan.shape.ways(axes) >= vocab:
+    plan, (axes, spec) = active_plan(), _vocab_axes(x_BV.shape)
+    if plan is None or not axes or count * plan.shape.ways(axes) >= x_BV.shape[1]:
         return jax.lax.top_k(x_BV, count)[0]
-    rows = plan.batch if batch % plan.shape.ways(plan.batch) == 0 else ()
     # Mapped by hand: XLA sorts a batch of parts as one array, for which it gathers all of them.
-    spec = PartitionSpec(rows or None, axes)
     largest = functools.partial(_largest, count=count)
     parts_BC = jax.shard_map(largest, mesh=plan.mesh, in_specs=spec, out_specs=spec)(x_BV)
     return jax.lax.top_k(constrain(parts_BC, "candidates"), count)[0]

@@ -159,15 +159,19 @@ class LayerCache:
         scores_BKGS = jnp.where(is_own_S, own_BKG1, scores_BKGS)
         scores_BKGS = jnp.where(seen_BS[:, None, None], scores_BKGS, jnp.finfo(jnp.float32).min)
         weights_BKGS = softmax_with(sinks_N, scores_BKGS, num_kv_heads).astype(values_BKSH.dtype)
-        own_BKG1 = jax.lax.dynamic_slice_in_dim(weights_BKGS, self.slot, 1, axis=-1)
         out_BKGH = jnp.einsum(
             "bkgs,bksh->bkgh",
-            jnp.where(is_own_S, jnp.zeros((), weights_BKGS.dtype), weights_BKGS),
+            weights_BKGS,
             values_BKSH,
             preferred_element_type=jnp.float32,
         )
-        own_BKH = constrain(v_BTKH, "kv_heads")[:, 0].astype(values_BKSH.dtype)
-        out_BKGH += own_BKG1.astype(jnp.float32) * own_BKH[:, :, None].astype(jnp.float32)
+        # What its slot holds has taken part, in place of its own values. Weights without that slot
+        # would be another array as large as the scores.
+        own_BKG1 = jax.lax.dynamic_slice_in_dim(weights_BKGS, self.slot, 1, axis=-1)
+        old_BK1H = jax.lax.dynamic_slice_in_dim(values_BKSH, self.slot, 1, axis=2)
+        own_BK1H = constrain(v_BTKH, "kv_heads").swapaxes(1, 2)
+        change_BK1H = own_BK1H.astype(jnp.float32) - old_BK1H.astype(jnp.float32)
+        out_BKGH += own_BKG1.astype(jnp.float32) * change_BK1H
         out_BTNH = out_BKGH.astype(values_BKSH.dtype).reshape(q_BTNH.shape)
         return constrain(out_BTNH, "heads", units)
 

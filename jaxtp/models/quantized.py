@@ -41,7 +41,9 @@ def quantize(model: Any, kind: str) -> Any:
     check_kind(model.config, kind)
     if is_quantized(model.config):
         raise BadConfig(
-            f"the model's kernels are {model.config.quantize}", where="quantize", fix="a float model"
+            f"the model's kernels are {model.config.quantize}",
+            where="quantize",
+            fix="a float model",
         )
     model = nnx.clone(model)
     for name in unstacked_names(model):
