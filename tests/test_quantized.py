@@ -138,7 +138,7 @@ def test_what_is_not_quantised_is_refused(mistake, message):
 
 def test_integers_are_not_saved_and_take_qwix(monkeypatch, tmp_path):
     model = models.quantize(models.build(TINY), "int8")
-    with pytest.raises(BadConfig, match="TP020 at config.quantize: the model's kernels are int8"):
+    with pytest.raises(BadConfig, match=r"TP020 at config\.quantize: the model's kernels are int8"):
         save_hf(model, tmp_path / "out", progress=False)
     monkeypatch.setitem(sys.modules, "qwix", None)
     with pytest.raises(BadConfig, match=r"qwix is not installed\n.*jaxtp\[quantize\]"):
