@@ -116,6 +116,19 @@ def test_the_gpu_program_sends_two_messages_a_layer(name):
     assert compiled.memory_analysis().alias_size_in_bytes == shapes
 
 
+@pytest.mark.parametrize("sizes", [(1, 8), (4, 2)])
+def test_a_single_row_is_looked_up_without_its_table(sizes, monkeypatch):
+    monkeypatch.setattr(cache_models, "BATCH", sizes[0])
+    one, mesh = cache_models.CASES["slices"](), compiled_programs.gpu_mesh(*sizes)
+    plan = planned(one, mesh)
+    params = jaxtp.shard(structs(one.params), mesh, plan=plan)
+    step = jaxtp.jit_decode(one.fn, plan, mesh)
+    compiled = step.lower(params, *structs(inputs_of(one))).compile(dict(PREFLIGHT))
+    found = find(parse(compiled.as_text()), dict(plan.mesh.sizes))
+    assert {message.kind for message in found} == {"all-reduce"}
+    assert sum(message.count for message in found) == 1 + one.per_layer * one.num_layers
+
+
 def test_fewer_kv_heads_than_devices_are_copied_never_divided():
     one = case("fewer kv heads")
     plan = planned(one, {"tp": 8})

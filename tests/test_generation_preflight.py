@@ -67,7 +67,13 @@ def test_a_token_sends_two_messages_a_layer_and_copies_nothing(case):
     ] * 2
     ends = sorted((one.kind, one.num_bytes) for one in found if one.count == 1)
     # The lookup, and of the head four numbers a row and shard; no logits are gathered.
-    assert ends == [("all-gather", 16 * rows * plan.mesh.tp_size), ("all-reduce", width)]
+    # Replicas tell each other whether all rows have ended.
+    ended = [("all-reduce", 1)] * (plan.mesh.ways(plan.mesh.batch) > 1)
+    assert ends == [
+        ("all-gather", 16 * rows * plan.mesh.tp_size),
+        *ended,
+        ("all-reduce", width),
+    ]
     assert len(found) == len(layers) + len(ends)
     # The cache is updated in place, and beside weights and cache there is next to nothing.
     cache = cache_bytes(work, plan)

@@ -10,6 +10,7 @@ from jax.extend.core import Literal
 from jax.extend.source_info_util import user_context
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from jaxtp.activations import lookups
 from jaxtp.activations.exchanged import Exchange
 from jaxtp.activations.fused_attention import FusedAttention
 from jaxtp.activations.fused_products import (
@@ -122,7 +123,21 @@ class Placer:
             result = self._product(scope, equation, operands)
             if result is not None:
                 return [result]
+        if name == "gather" and self._looks_up_one(scope, equation):
+            return [lookups.twice(equation, *operands)]
         return bind(equation, operands)
+
+    def _looks_up_one(self, scope: Scope, equation: Any) -> bool:
+        """Whether each device takes a single row of a table that is sharded along its rows."""
+        table, indices = (
+            scope.values.get(v) for v in equation.invars if not isinstance(v, Literal)
+        )
+        if table is None or indices is None or not table.shape or not lookups.rows_of(equation):
+            return False
+        spread = any(self._batch_axes(dim) for dim in indices.dims)
+        ways = self.plan.mesh.ways(self.plan.mesh.batch) if spread else 1
+        is_one = lookups.rows_of(equation) == ways
+        return is_one and bool(self.axes(self.dims(table)[0]))
 
     def _enters_call(self, equation: Any, calls: Sequence[Scope]) -> bool:
         """Whether an equation that holds programs is built anew around constrained ones."""

@@ -84,7 +84,7 @@ def check_kind(config: Any, kind: str) -> None:
     if kind not in ("int8", "int4"):
         raise BadConfig(f"{kind!r} is no type of weights", where="quantize", fix="int8 or int4")
     has_experts = bool(getattr(config, "num_experts", 0))
-    if has_experts or getattr(config, "kv_lora_rank", None) is not None:
+    if has_experts or config.caches_latents:
         raise BadConfig(
             "kernels of experts and of latent attention are not quantised"
             f": the model has {'experts' if has_experts else 'latents'}",

@@ -2,7 +2,8 @@
 
 python -m pytest tests/legs/test_generate_meshes.py
 
-Two programs a family and mesh, for three meshes; two minutes on two cores.
+Two programs a family and mesh; greedy at tp 8 is in `tests/test_generation.py`. Two minutes on two
+cores.
 """
 
 import sys
@@ -19,7 +20,8 @@ import jaxtp
 from jaxtp.models.registry import FAMILIES
 
 pytestmark = pytest.mark.filterwarnings("ignore:TP043")
-MESHES = ({"tp": 1}, {"tp": 4}, {"dp": 2, "tp": 4})
+GREEDY = ({"tp": 1}, {"tp": 2}, {"tp": 4}, {"dp": 2, "tp": 4})
+DRAWN = ({"tp": 1}, {"dp": 2, "tp": 4})
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -27,7 +29,7 @@ def test_draws_and_their_log_probabilities_are_those_of_one_device(family):
     key = jax.random.key(7)
     drawn = [
         jaxtp.generate(small.load(family, **sizes), small.PROMPTS, key=key, **small.SAMPLED)
-        for sizes in MESHES
+        for sizes in DRAWN
     ]
     for answers in drawn[1:]:
         assert [a.tokens for a in answers] == [a.tokens for a in drawn[0]]
@@ -35,6 +37,7 @@ def test_draws_and_their_log_probabilities_are_those_of_one_device(family):
             np.testing.assert_allclose(got.log_probabilities, want.log_probabilities, atol=1e-4)
 
 
+@pytest.mark.parametrize("sizes", GREEDY, ids=[small.row("", sizes)[1:] for sizes in GREEDY])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_tokens_on_replicas_are_those_of_transformers(family):
-    small.test_greedy_tokens_are_those_of_transformers(family, {"dp": 2, "tp": 4})
+def test_greedy_tokens_are_those_of_transformers(family, sizes):
+    small.test_greedy_tokens_are_those_of_transformers(family, sizes)
