@@ -31,10 +31,10 @@ from tables import Cell, Flag, Section, tabulate
 from jaxtp.generation.preflight import (
     ENTRY,
     GenerationReport,
-    Workload,
     preflight_generation,
     program_on_target,
 )
+from jaxtp.generation.workload import Workload
 from jaxtp.hardware.links import GIB
 
 SHAPES = (("llama3-8b", "h100:1x8"), ("llama3-70b", "h200:1x8"))

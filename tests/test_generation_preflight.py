@@ -15,12 +15,12 @@ from jaxtp.compile.hlo import parse
 from jaxtp.compile.options import PREFLIGHT, probe
 from jaxtp.errors import BadConfig, BadTarget, DoesNotFit
 from jaxtp.generation.preflight import (
-    Workload,
     cache_bytes,
     preflight_generation,
     program_on_target,
 )
 from jaxtp.generation.programs import READ_ONCE
+from jaxtp.generation.workload import Workload
 from jaxtp.hardware.gpus import Target
 
 IN_PLACE = jax.__version_info__ >= (0, 12)

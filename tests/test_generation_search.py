@@ -5,7 +5,7 @@ import pytest
 from jaxtp.cli.commands import main
 from jaxtp.errors import BadTarget, DoesNotFit
 from jaxtp.generation.mesh_search import search_generation
-from jaxtp.generation.preflight import Workload
+from jaxtp.generation.workload import Workload
 
 
 def test_a_large_model_takes_all_gpus_and_a_small_one_replicas():

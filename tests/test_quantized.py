@@ -19,8 +19,9 @@ from jaxtp.compile.collectives import find
 from jaxtp.compile.hlo import parse
 from jaxtp.compile.options import PREFLIGHT, probe
 from jaxtp.errors import BadConfig
-from jaxtp.generation.preflight import Workload, cache_bytes, program_on_target, token_floor
+from jaxtp.generation.preflight import cache_bytes, program_on_target, token_floor
 from jaxtp.generation.programs import loop_options
+from jaxtp.generation.workload import Workload
 from jaxtp.hardware.gpus import Target
 from jaxtp.io.hf import load_hf, save_hf
 from jaxtp.mesh.build import make_mesh

@@ -12,7 +12,8 @@ from jaxtp.config.files import load
 from jaxtp.config.presets import preset
 from jaxtp.config.settings import Communication, Config
 from jaxtp.errors import BadUsage
-from jaxtp.generation.preflight import Workload, preflight_generation
+from jaxtp.generation.preflight import preflight_generation
+from jaxtp.generation.workload import Workload
 from jaxtp.inspect.pages import see_tp_plan
 from jaxtp.train.preflight import preflight_config
 

@@ -18,7 +18,7 @@ from jaxtp.config.write import to_toml
 from jaxtp.cost.candidates import describe_fields
 from jaxtp.errors import BadUsage, join
 from jaxtp.generation.mesh_search import search_generation
-from jaxtp.generation.preflight import Workload
+from jaxtp.generation.workload import Workload
 from jaxtp.hardware.links import GIB
 from jaxtp.inspect.pages.search_page import search_html
 from jaxtp.io.model_functions import is_model_function

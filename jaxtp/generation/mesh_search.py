@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from jaxtp.errors import BadTarget, DoesNotFit, JaxtpError
 from jaxtp.generation.preflight import (
     GenerationReport,
-    Workload,
     cache_bytes,
     preflight_generation,
     token_floor,
 )
+from jaxtp.generation.workload import Workload
 from jaxtp.hardware.gpus import Target
 from jaxtp.hardware.links import GIB
 

@@ -5,11 +5,12 @@ The floor of a token is what no program can do without: every weight but the tok
 cache once, and two all-reduces a layer, at the rates that the same model of the hardware gives.
 """
 
+import collections
 import dataclasses
 import functools
 import json
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,7 @@ from jaxtp.compile.options import PREFLIGHT, CompileOptions, probe
 from jaxtp.compile.report import Report
 from jaxtp.compile.traffic import Traffic, traffic
 from jaxtp.cost.products import COMPILED_MEMORY_SHARE
-from jaxtp.errors import BadConfig, BadTarget, DoesNotFit
+from jaxtp.errors import DoesNotFit
 from jaxtp.generation.programs import (
     Progress,
     Setting,
@@ -34,96 +35,17 @@ from jaxtp.generation.programs import (
     token_program,
 )
 from jaxtp.generation.sampling import Sampling
+from jaxtp.generation.workload import Workload
 from jaxtp.hardware.gpus import Target
 from jaxtp.hardware.links import GIB
-from jaxtp.mesh.axes import Axis
 from jaxtp.mesh.build import plan_mesh
 from jaxtp.models.cache import cache_shape
 from jaxtp.models.quantized import is_quantized
 from jaxtp.placement.arrays import shard
 from jaxtp.plan.decisions import Plan
 from jaxtp.plan.trees import Spec, itemsize, partition_spec
-from jaxtp.rules.planner import make_plan
 
 ENTRY = "jaxtp.generation.preflight:program_on_target"
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
-    """What is asked of a model.
-
-    Attributes:
-        model: A preset, such as llama3-70b.
-        tp: Devices along the tensor axis; what is left of the target is dp.
-        batch: Rows, over all replicas.
-        context: Tokens of a prompt and its answer: slots of the cache.
-        new_tokens: How many of them are the answer's.
-        layers: Layers to compile; 0 is all of them.
-        dtype: Type of weights, activations and cache.
-        quantize: Type of kernels: none, int8 or int4; see `jaxtp.models.quantize`.
-        temperature: 0 takes the likeliest token.
-        top_k: As in `jaxtp.generate`.
-        top_p: Likewise.
-    """
-
-    model: str
-    tp: int = 8
-    batch: int = 16
-    context: int = 8192
-    new_tokens: int = 256
-    layers: int = 0
-    dtype: str = "bfloat16"
-    quantize: Literal["none", "int8", "int4"] = "none"
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-
-    def __post_init__(self) -> None:
-        problems = {
-            "tp": self.tp < 1,
-            "batch": self.batch < 1,
-            "new_tokens": self.new_tokens < 1,
-            "context": self.context <= self.new_tokens,
-        }
-        for name, is_wrong in problems.items():
-            if is_wrong:
-                raise BadConfig(
-                    f"{name} is {getattr(self, name)}",
-                    where=name,
-                    fix="1 or more; a context has the prompt beside its new tokens",
-                )
-
-    @property
-    def weights(self) -> str:
-        """Types of kernels and of what is computed with, as a report says it."""
-        return self.dtype if self.quantize == "none" else f"{self.quantize} kernels, {self.dtype}"
-
-    @property
-    def config(self) -> models.Config:
-        """The model's."""
-        found = models.config_of(self.model)
-        types: dict[str, Any] = {"param_dtype": self.dtype, "dtype": self.dtype}
-        layers = self.layers or found.num_hidden_layers
-        types["quantize"] = self.quantize
-        return dataclasses.replace(found, num_hidden_layers=layers, **types)
-
-    def plan(self, num_devices: int) -> Plan:
-        """The plan on so many devices.
-
-        Raises:
-            BadTarget: TP116, if tp does not divide them, or the replicas do not divide the batch.
-        """
-        dp, rest = divmod(num_devices, self.tp)
-        if rest or self.batch % dp:
-            raise BadTarget(
-                f"{num_devices} devices and {self.batch} rows with tp={self.tp}",
-                where="tp",
-                fix="tp divides the devices, and what is left of them divides the batch",
-            )
-        sizes = {Axis.DP.value: dp} if dp > 1 else {}
-        sizes[Axis.TP.value] = self.tp
-        config = self.config
-        return make_plan(models.abstract(config), sizes, config=config, pad_vocab=True)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -243,11 +165,12 @@ class GenerationReport:
 
 
 def _collectives(report: Report) -> list[str]:
-    return [
-        f"  {row.count:>5} x     {row.kind} along {' x '.join(row.axes)}, {row.dtype} "
-        f"{row.num_bytes / 1024:,.1f} KiB  {row.site}"
-        for row in report.collectives
-    ]
+    """One line for all that are alike: layers that are not in a loop have each their own."""
+    counts: collections.Counter[str] = collections.Counter()
+    for row in report.collectives:
+        axes, size = " x ".join(row.axes), row.num_bytes / 1024
+        counts[f"{row.kind} along {axes}, {row.dtype} {size:,.1f} KiB  {row.site}"] += row.count
+    return [f"  {count:>5} x     {text}" for text, count in counts.items()]
 
 
 def preflight_generation(
