@@ -41,7 +41,17 @@ RANK = {f"jaxtp.{name}": i for i, row in enumerate(LAYERS.split("\n")) for name 
 RANK["jaxtp"] = len(RANK)  # the front door
 
 # Imports inside functions are for packages that are heavy and not always needed.
-DEFERRED = {"flax", "optax", "orbax", "pydantic", "rich", "safetensors", "tokenizers", "jinja2"}
+DEFERRED = {
+    "flax",
+    "optax",
+    "orbax",
+    "pydantic",
+    "qwix",
+    "rich",
+    "safetensors",
+    "tokenizers",
+    "jinja2",
+}
 HEAVY = (*sorted(DEFERRED), "tyro", "grain", "tensorstore")
 
 every_file = pytest.mark.parametrize("module", FILES)
