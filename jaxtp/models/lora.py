@@ -118,9 +118,9 @@ def merge_lora(model: nnx.Module) -> nnx.State:
     config = getattr(model, "config", None)
     if getattr(config, "lora", None) is None:
         raise BadConfig("the model has no adapter", where="model", fix="load_hf(..., adapter=)")
-    if config.quantize != "none":
+    if (kind := getattr(config, "quantize", "none")) != "none":
         raise BadConfig(
-            f"the kernels are {config.quantize}, to which nothing is added",
+            f"the kernels are {kind}, to which nothing is added",
             where="model",
             fix="merge first, and quantise the result; or leave adapters beside their kernels",
         )

@@ -57,7 +57,7 @@ def quantize(model: Any, kind: str) -> Any:
             kernel = module.kernel[...]
             num_in = len(module.in_features)
             values, scales = quantized(kernel, tuple(range(num_in, kernel.ndim)), kind)
-            module.kernel = QuantizedKernel(values, scales)
+            setattr(module, "kernel", QuantizedKernel(values, scales))  # noqa: B010
     for _, module in nnx.iter_modules(model):
         config = getattr(module, "config", None)
         if config is not None and hasattr(config, "quantize"):
