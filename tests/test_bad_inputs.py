@@ -31,6 +31,8 @@ class Anything:
 
 
 ANYTHING = Anything()
+FOLDER = jaxtp.Checkpoints("never written")
+H100 = "h100:1x8"
 NO_MESH = [None, 4, 2.5, "tp", [2, 4], (2, 4), {}, [], ANYTHING, TREE, jnp.ones(4), nn.Dense(4), TX]
 NO_SIZE = ["4", None, 2.5, NAN, INF, True, 0, -1, [4], (), {}, b"4", "tp"]
 NO_SPEC = [None, 4, "tp", {"tp": 0}, P(None, 4), P("dp", "dp"), P("nope"), P(None, None, "tp")]
@@ -53,6 +55,15 @@ def loss(params, x):
 
 def plan(tree=TREE, sizes=SIZES, **options):
     return jaxtp.make_plan(tree, sizes, **options)
+
+
+def placed():
+    return jaxtp.shard(TREE, mesh())
+
+
+def under(plan, mesh):
+    with jaxtp.use_plan(plan, mesh):
+        pass
 
 
 def table():
@@ -179,6 +190,66 @@ def table():
         yield (
             f"init_sharded by {bad!r:.12}",
             lambda bad=bad: jaxtp.init_sharded(lambda: {"w": jnp.ones(4)}, TX, mesh(), plan=bad),
+            "TP045",
+        )
+        yield f"parallelize by {bad!r:.12}", lambda bad=bad: jaxtp.parallelize(loss, bad), "TP045"
+        yield f"rules of {bad!r:.12}", lambda bad=bad: jaxtp.export_rules(bad), "TP045"
+        yield f"annotate by {bad!r:.12}", lambda bad=bad: jaxtp.annotate(TREE, bad), "TP045"
+        yield f"state by {bad!r:.12}", lambda bad=bad: jaxtp.state_specs(TREE, bad), "TP045"
+        yield f"diff with {bad!r:.12}", lambda bad=bad: plan().diff(bad), "TP045"
+        yield f"save by {bad!r:.12}", lambda bad=bad: FOLDER.save(1, TREE, plan=bad), "TP045"
+        yield f"use_plan {bad!r:.12}", lambda bad=bad: under(bad, mesh()), "TP045"
+    for bad in (None, 4, "mesh", SIZES, ANYTHING):
+        yield f"use_plan on {bad!r:.12}", lambda bad=bad: under(plan(), bad), "TP010"
+    for bad in (None, 4, "fn", TREE, ANYTHING):
+        yield f"parallelize {bad!r:.12}", lambda bad=bad: jaxtp.parallelize(bad, plan()), "TP046"
+        yield f"padding of {bad!r:.12}", lambda bad=bad: jaxtp.mask_padding(bad, 8), "TP046"
+        yield f"constrain {bad!r:.12}", lambda bad=bad: jaxtp.constrain(bad, "rows"), "TP046"
+    for bad in NO_COUNT:
+        yield f"vocabulary {bad!r:.12}", lambda bad=bad: jaxtp.mask_padding(X, bad), "TP003"
+    for bad in (None, 4, ["hidden"], {}, "residual stream"):
+        yield f"activation {bad!r:.12}", lambda bad=bad: jaxtp.constrain(X, bad), "TP072"
+        if not isinstance(bad, str):
+            yield f"path {bad!r}", lambda bad=bad: plan()[bad], "TP045"
+    for bad in ("text", ANYTHING, len):
+        yield (
+            f"input {bad!r:.12} of parallelize",
+            lambda bad=bad: jaxtp.parallelize(loss, plan())(TREE, bad),
+            "TP046",
+        )
+    for bad in (None, 4, b"runs", [], {}, ANYTHING, "run\0"):
+        yield f"folder {bad!r:.12}", lambda bad=bad: jaxtp.Checkpoints(bad), "TP132"
+        yield f"load_hf {bad!r:.12}", lambda bad=bad: jaxtp.load_hf(bad, mesh()), "TP132"
+        yield f"dump_tree to {bad!r:.12}", lambda bad=bad: jaxtp.dump_tree(TREE, bad), "TP132"
+        yield f"page {bad!r:.12}", lambda bad=bad: jaxtp.see_tp_plan(plan(), bad), "TP132"
+    for bad in ("/", "/nowhere/page"):
+        yield f"page {bad}", lambda bad=bad: jaxtp.see_tp_plan(plan(), bad), "TP132"
+    for bad in (None, 8, b"h100:1x8", {}, ANYTHING, "h100", "h100:8", "h999:1x8"):
+        yield f"target {bad!r:.12}", lambda bad=bad: jaxtp.preflight(loss, target=bad), "TP116"
+    for bad in (None, 8, TREE, ANYTHING):
+        yield (
+            f"preflight of {bad!r:.12}",
+            lambda bad=bad: jaxtp.preflight(bad, target=H100),
+            "TP133",
+        )
+    for bad in (0, -1, NAN, None, "60"):
+        yield (
+            f"time limit {bad!r}",
+            lambda bad=bad: jaxtp.preflight(loss, target=H100, time_limit=bad),
+            "TP110",
+        )
+    for bad in (None, 4, "x", [], X):
+        yield f"facts {bad!r:.12}", lambda bad=bad: jaxtp.agree(bad), "TP020"
+    for bad in (None, 2.5, "x", [None], X):
+        yield (
+            f"static {bad!r:.12}",
+            lambda bad=bad: jaxtp.jit_step(lambda s, b: s, placed(), mesh(), static_argnums=bad),
+            "TP133",
+        )
+    for bad in (None, {}, [], ()):
+        yield (
+            f"a step of {bad!r}",
+            lambda bad=bad: jaxtp.jit_step(lambda s, b: s, placed(), mesh())(bad, X),
             "TP045",
         )
     for bad in ("", "{}", "[]", "null", "not json", '{"format": 99}', '{"format": 1}'):

@@ -2,12 +2,15 @@
 
 import json
 import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 import jaxtp
+from jaxtp.cli import commands
 from jaxtp.cli.commands import main
 from jaxtp.errors import BadUsage
 
@@ -125,3 +128,52 @@ def test_files_that_are_no_listing(text, tmp_path):
     path.write_text(text)
     with pytest.raises(BadUsage, match="not a shape listing"):
         jaxtp.load_tree(path)
+
+
+def test_what_cannot_be_written_is_said(listing, tmp_path):
+    with pytest.raises(SystemExit) as end:
+        main(["view", listing, "--html", str(tmp_path / "no" / "page.html")])
+    assert end.value.code == BadUsage.exit_code
+
+
+def test_a_reader_that_goes_ends_it_without_a_traceback(listing):
+    command = [sys.executable, "-c", "from jaxtp.cli.commands import main; main()"]
+    with subprocess.Popen(
+        [*command, "plan", listing], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as run:
+        run.stdout.close()
+        assert run.stderr.read() == ""
+    assert run.returncode == 141
+
+
+def test_interrupted(monkeypatch):
+    def interrupt(name):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(commands, "command", interrupt)
+    with pytest.raises(SystemExit) as end:
+        main(["plan"])
+    assert end.value.code == 130
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"params": {"a": [4], "a": [8]}}',
+        '{"params": {"a": [1e3]}}',
+        '{"params": {"a": [true]}}',
+        '{"params": {"a": "4"}}',
+        "[]",
+        "",
+    ],
+)
+def test_listings_that_say_nothing_or_two_things(text, tmp_path):
+    path = tmp_path / "tree.json"
+    path.write_text(text)
+    with pytest.raises(BadUsage, match="TP132"):
+        jaxtp.load_tree(path)
+
+
+def test_version(capsys):
+    main(["--version"])
+    assert capsys.readouterr().out == f"jaxtp {jaxtp.__version__}\n"

@@ -22,11 +22,11 @@ from jaxtp.activations.half_batches import on_halves
 from jaxtp.activations.left_alone import Told
 from jaxtp.activations.placer import Placer
 from jaxtp.activations.sequences import check_tokens
-from jaxtp.errors import BadOption
+from jaxtp.errors import BadOption, BadTree
 from jaxtp.mesh.axes import Axis
 from jaxtp.mesh.build import own_mesh, refuse_explicit_context, without_explicit_axes
-from jaxtp.plan.decisions import Plan
-from jaxtp.plan.trees import as_pytree, leaves
+from jaxtp.plan.decisions import Plan, check_plan
+from jaxtp.plan.trees import as_pytree, leaves, shape_dtype
 from jaxtp.rules.jaxpr import analyse_jaxpr
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -65,6 +65,7 @@ def parallelize(
 
     Raises:
         BadOption: If `overlap` is neither of the two.
+        BadTree: TP046, if `fn` cannot be called, or, when called, for an input that is no array.
         BadMesh: TP010, when called, if the mesh has another number of devices than the plan, or
             the mesh of `jax.set_mesh` has Explicit axes.
         PlanMismatch: TP045, when called, if the plan lacks a parameter of the call.
@@ -74,12 +75,20 @@ def parallelize(
     """
     if overlap not in ("auto", "aggressive"):
         raise BadOption(f"overlap is {overlap!r}", fix="auto or aggressive")
+    check_plan(plan)
+    if not callable(fn):
+        raise BadTree(
+            f"fn is a {type(fn).__name__}",
+            fix="parallelize(fn, plan, mesh), where fn(params, *inputs) is the model's function",
+        )
     told = Told()
 
     @functools.wraps(fn)
     def placed(params: Any, *inputs: Any, **keywords: Any) -> Any:
         refuse_explicit_context()
         plain, rebuild = as_pytree(params)
+        for leaf in jax.tree.leaves(inputs):
+            shape_dtype(leaf)  # refuses what is no array
         plain, inputs = jax.tree.map(without_explicit_axes, (plain, inputs))
 
         def pure(tree: Any, *args: Any) -> Any:

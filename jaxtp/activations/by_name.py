@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxtp.errors import BadStages, SizeMismatch, UnknownActivation, join
+from jaxtp.errors import BadStages, BadTree, PlanMismatch, SizeMismatch, UnknownActivation, join
 from jaxtp.mesh.axes import Axis, MeshShape, Shards
-from jaxtp.mesh.build import refuse_explicit_context
+from jaxtp.mesh.build import check_devices, refuse_explicit_context
 from jaxtp.plan.decisions import ParamDecision
 from jaxtp.plan.stages import Stages
 from jaxtp.plan.trees import Spec
@@ -167,10 +167,17 @@ def use_plan(plan: ActivationPlan, mesh: Mesh) -> Generator[None]:
 
     Raises:
         SizeMismatch: TP003, if the two meshes differ.
-        BadMesh: TP010, under `jax.set_mesh` of a mesh with Explicit axes.
+        PlanMismatch: TP045, for what is no plan.
+        BadMesh: TP010, for what is no mesh of devices, and under `jax.set_mesh` of a mesh with
+            Explicit axes.
         BadStages: TP074, if the plan has stages that its mesh or its parameters do not have.
     """
     refuse_explicit_context()
+    if not isinstance(getattr(plan, "mesh", None), MeshShape):
+        raise PlanMismatch(
+            f"plan is a {type(plan).__name__}", where="plan", fix="a plan from jaxtp.make_plan"
+        )
+    check_devices(mesh)
     if tuple(mesh.shape.items()) != plan.mesh.sizes:
         raise SizeMismatch(
             f"the plan is for the mesh {plan.mesh}, the devices form {MeshShape.of(mesh)}",
@@ -235,12 +242,15 @@ def constrain(x: jax.Array, name: str, units: Sequence[int] | None = None) -> ja
         UnknownActivation: TP072, if the table has no such name; also when no plan is active, so
             that a misspelt name fails on one device.
         SizeMismatch: TP003, if `x` has another number of dims.
+        BadTree: TP046, if it is no array.
     """
-    dims = ACTIVATIONS.get(name)
+    dims = None if name.__hash__ is None else ACTIVATIONS.get(name)
     if dims is None:
         raise UnknownActivation(
             f"no activation is called {name!r}", fix=f"known names: {join(ACTIVATIONS, limit=20)}"
         )
+    if not hasattr(x, "ndim"):
+        raise BadTree(f"a {type(x).__name__} is no array", where=name, fix="constrain(x, name)")
     if len(dims) != x.ndim:
         raise SizeMismatch(
             f"{x.ndim} dims {x.shape} where the activation has {len(dims)}: {join(dims)}",

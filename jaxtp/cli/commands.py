@@ -45,10 +45,19 @@ def command(name: str) -> Callable[..., Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs a command; a coded error goes to standard error, and the exit code is the error's."""
+    """Runs a command; a coded error goes to standard error, and the exit code is the error's.
+
+    Interrupted it ends with 130, and with 141 where nobody reads on, as other tools do.
+    """
     args = list(sys.argv[1:] if argv is None else argv)
     try:
         code = _run(args)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:  # whoever read this has gone, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
     except JaxtpError as err:
         # A run with several processes tells the others; only then is the module loaded.
         faults = sys.modules.get("jaxtp.processes.faults")
@@ -66,6 +75,9 @@ def _run(args: Sequence[str]) -> int:
         _keep_to_the_host(start=name in COMPILES)
     elif _has_no_gpu():
         _keep_to_the_host(start=False)
+    if name == "--version":
+        print(f"jaxtp {vars(sys.modules['jaxtp'])['__version__']}")
+        return 0
     if name in READS_WORDS:
         return command(name)(args[1:])
     if name and not name.startswith("-") and name not in COMMANDS:

@@ -12,6 +12,7 @@ import jax
 import jax.monitoring
 import tyro
 
+from jaxtp.config.named_files import write_text
 from jaxtp.errors import BadPrompt, BadUsage
 from jaxtp.generation.run import Answer, check_prompts
 from jaxtp.generation.run import generate as answer
@@ -165,10 +166,8 @@ def _write(
             print(f"--- prompt {one.prompt}, sample {one.sample}, ended by {one.ended}")
             print(one.text)
         return
-    with out.open("w", encoding="utf-8") as stream:
-        for one in answers:
-            row = {"asked": prompts[one.prompt], **dataclasses.asdict(one)}
-            stream.write(json.dumps(row, ensure_ascii=False) + "\n")
+    rows = [{"asked": prompts[one.prompt], **dataclasses.asdict(one)} for one in answers]
+    write_text(out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
 class _Clock:

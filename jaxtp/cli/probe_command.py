@@ -1,12 +1,12 @@
 """`jaxtp probe`: whether every device computes and exchanges rightly, and how fast."""
 
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import jax
 import tyro
 
+from jaxtp.config.named_files import write_text
 from jaxtp.processes.device_health import probe as run_probe
 from jaxtp.processes.measure import measure as measure_machine
 from jaxtp.processes.startup import initialize
@@ -37,7 +37,7 @@ def probe(
     if measure:
         kind = measure_machine()
         if jax.process_index() == 0:
-            Path(measure).write_text(kind.to_json())
+            write_text(measure, kind.to_json())
             print(
                 f"wrote {measure}: products {kind.matmul_flops / 1e12:,.1f} TFLOP/s, memory "
                 f"{kind.hbm_bandwidth / 1e9:,.0f} GB/s, network {kind.nic_bandwidth / 1e9:,.1f} "

@@ -13,6 +13,7 @@ import tyro
 from rich.console import Console
 
 from jaxtp.config.files import load
+from jaxtp.config.named_files import write_text
 from jaxtp.config.settings import Config
 from jaxtp.config.write import to_toml
 from jaxtp.cost.candidates import describe_fields
@@ -108,10 +109,10 @@ def search(
         )
     print(result.to_json() if as_json else result)
     if html:
-        Path(html).write_text(_page(result))
+        write_text(html, _page(result))
         print(f"wrote {html}", file=sys.stderr)
     if write:
-        Path(write).write_text(_written(result, Path(write)))
+        write_text(write, _written(result, Path(write)))
         print(f"wrote {write}: {mesh_text(result.best.candidate)}", file=sys.stderr)
 
 

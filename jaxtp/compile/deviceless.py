@@ -8,6 +8,7 @@ from jaxtp.compile.compiler import Program, compile_for, trace
 from jaxtp.compile.options import PREFLIGHT, CompileOptions, probe
 from jaxtp.compile.report import Report
 from jaxtp.cost.bound import Need
+from jaxtp.errors import BadOption, BadStep
 from jaxtp.hardware.gpus import Target
 
 
@@ -54,13 +55,16 @@ def preflight(
 
     Raises:
         BadMesh: TP010, if the arguments' shardings name no mesh, or several.
+        BadStep: TP133, for a step that cannot be called.
+        BadOption: TP110, for options of another kind, or a time limit that is no time.
         BadTarget: TP116, for a malformed target or one of another size than the mesh.
         GpuPluginMissing: TP113, if the GPU compiler is not installed.
         CompilerCrashed: TP111, if it stopped its process.
         CompilerTimeout: TP112, if it took longer than `time_limit`.
         CompileFailed: TP117, if it refuses the step, or the step cannot be traced.
     """
-    machine = Target.parse(target) if isinstance(target, str) else target
+    machine = target if isinstance(target, Target) else Target.parse(target)
+    _check(step, options, time_limit)
     if isinstance(step, str):
         program = Program(mesh=dict(mesh or {}), entry=step, keywords=dict(keywords or {}))
     else:
@@ -84,3 +88,22 @@ def preflight(
         compile_seconds=compiled.seconds,
         ragged_groups=compiled.ragged_groups,
     )
+
+
+def _check(step: Any, options: Any, time_limit: Any) -> None:
+    """Refuses what can only be a slip, before a compiler is started."""
+    if not isinstance(step, str) and not callable(step):
+        raise BadStep(
+            f"a {type(step).__name__} cannot be called",
+            fix='preflight(step, (state, batch), target=...), or "module:function"',
+        )
+    if options is not None and not isinstance(options, CompileOptions):
+        raise BadOption(
+            f"options is a {type(options).__name__}", fix="what jaxtp.compile_options returns"
+        )
+    if (
+        isinstance(time_limit, bool)
+        or not isinstance(time_limit, int | float)
+        or not time_limit > 0
+    ):
+        raise BadOption(f"time_limit is {time_limit!r}", fix="seconds, more than 0")

@@ -14,9 +14,9 @@ from jaxtp.compile.options import probe
 from jaxtp.errors import BadStep, PlanMismatch, join
 from jaxtp.generation.programs import READ_ONCE
 from jaxtp.mesh.build import auto_context, plan_mesh
-from jaxtp.placement.arrays import check_plan, put
+from jaxtp.placement.arrays import put
 from jaxtp.placement.inputs import arguments, input_slots, is_placed
-from jaxtp.plan.decisions import Plan
+from jaxtp.plan.decisions import Plan, check_plan
 from jaxtp.plan.inputs import STATE, InputDecision
 from jaxtp.plan.trees import FlatTree, PyTree, as_pytree, partition_spec, spell
 

@@ -134,7 +134,7 @@ def search_generation(
         BadTarget: TP116, if no split divides the rows, or for a malformed target.
         BadConfig: TP020, for an unknown model.
     """
-    machine = Target.parse(target) if isinstance(target, str) else target
+    machine = target if isinstance(target, Target) else Target.parse(target)
     rows = _priced(workload, machine)
     if not rows:
         heads = workload.config.num_attention_heads

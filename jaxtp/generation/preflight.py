@@ -196,7 +196,7 @@ def preflight_generation(
         BadTarget: TP116, for a malformed target or one that does not fit tp and batch.
         JaxtpError: whatever `make_plan` and the compiler raise.
     """
-    machine = Target.parse(target) if isinstance(target, str) else target
+    machine = target if isinstance(target, Target) else Target.parse(target)
     plan, config = workload.plan(machine.num_devices), workload.config
     weights, cache = plan.bytes_per_device, cache_bytes(workload, plan)
     card = machine.device.memory_bytes

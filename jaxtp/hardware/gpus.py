@@ -305,6 +305,8 @@ class Target:
         >>> Target.parse("h100:32x8").num_devices
         256
         """
+        if not hasattr(text, "rpartition") or hasattr(text, "decode"):
+            raise BadTarget(f"a {type(text).__name__} is no target", fix="such as h100:1x8")
         if text.endswith(".json") and Path(text).is_file():
             # A description alone is one full host of it.
             device = DeviceKind.from_json(Path(text).read_text(), where=text)

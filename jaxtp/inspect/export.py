@@ -11,7 +11,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from jaxtp.errors import PlanMismatch
-from jaxtp.plan.decisions import Plan
+from jaxtp.plan.decisions import Plan, check_plan
 from jaxtp.plan.trees import PyTree, as_pytree, is_box, spell
 
 Rules = list[tuple[str, PartitionSpec]]
@@ -29,7 +29,11 @@ def export_rules(plan: Plan) -> Rules:
 
     Returns:
         Rules that give every path of the plan its spec; see `match_rules`.
+
+    Raises:
+        PlanMismatch: TP045, for what is no plan.
     """
+    check_plan(plan)
     wild: dict[str, dict[PartitionSpec, list[str]]] = {}
     for d in plan.decisions:
         parts = ("\\d+" if p.isdigit() else re.escape(p) for p in d.path.split("/"))
@@ -81,6 +85,7 @@ def annotate(tree: PyTree, plan: Plan) -> PyTree:
     Raises:
         PlanMismatch: TP045, if the plan lacks one of the tree's paths.
     """
+    check_plan(plan)
     plain, rebuild = as_pytree(tree)
 
     def written(path: tuple[Any, ...], leaf: Any) -> Any:

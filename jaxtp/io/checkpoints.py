@@ -17,6 +17,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
+from jaxtp.config.named_files import as_folder
 from jaxtp.errors import BadCheckpoint, CommunicationTimeout, JaxtpError, join, warn
 from jaxtp.io import checkpoint_arrays, checkpoint_metadata, disk
 from jaxtp.io.checkpoint_arrays import Stored, damaged
@@ -24,7 +25,7 @@ from jaxtp.io.fingerprint import fingerprints
 from jaxtp.mesh.axes import is_count
 from jaxtp.mesh.build import auto_context
 from jaxtp.placement.train_state import Overrides
-from jaxtp.plan.decisions import Plan
+from jaxtp.plan.decisions import Plan, check_plan
 from jaxtp.plan.trees import PyTree, leaves, map_with_path
 from jaxtp.processes.lost_peer import sign_of_lost_peer
 
@@ -74,11 +75,13 @@ class Checkpoints:
 
     Raises:
         BadRunFolder: TP093, for an address such as `gs://bucket/run`.
+        BadUsage: TP132, for what is no path.
     """
 
     def __init__(self, folder: Path | str, *, keep_last: int = 3) -> None:
+        path = as_folder(folder)
         disk.refuse_address(folder)
-        self.folder, self.keep_last = Path(folder).absolute(), keep_last
+        self.folder, self.keep_last = path.absolute(), keep_last
         self._manager: ocp.CheckpointManager | None = None
         self._restored: int | None = None
 
@@ -116,6 +119,8 @@ class Checkpoints:
                 one before it cannot be written.
         """
         _check_note(step, extra)
+        if plan is not None:
+            check_plan(plan)
         found = dict(leaves(state))
         with auto_context():
             note = checkpoint_metadata.About(

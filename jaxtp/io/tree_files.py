@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from jaxtp.config.named_files import write_text
 from jaxtp.errors import BadUsage
 from jaxtp.plan.trees import PyTree, flatten
 
@@ -27,6 +28,7 @@ def dump_tree(
 
     Raises:
         BadTree: TP046, if the tree holds something that is no array.
+        BadUsage: TP132, if the file cannot be written.
     """
     leaves = flatten(params)
     listing = {
@@ -34,7 +36,7 @@ def dump_tree(
         "dtypes": {p.path: p.dtype for p in leaves.values() if p.dtype != "float32"},
         "config": dict(config or {}),
     }
-    Path(path).write_text(json.dumps(listing, indent=1) + "\n")
+    write_text(path, json.dumps(listing, indent=1) + "\n")
 
 
 def load_tree(
@@ -48,20 +50,29 @@ def load_tree(
         BadUsage: TP132, if the file is missing, is not JSON, or a shape is not a list of counts.
     """
     try:
-        data = json.loads(Path(path).read_text())
+        data = json.loads(Path(path).read_text(), object_pairs_hook=_once)
         shapes = data["params"]
         dtypes = data.get("dtypes", {})
         tree = {str(p): _struct(s, dtypes.get(p, "float32")) for p, s in shapes.items()}
         return tree, dict(data.get("config") or {})
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as err:
+        what = "it is not text" if isinstance(err, UnicodeError) else repr(err)
         raise BadUsage(
-            f"not a shape listing: {err!r}",
+            f"not a shape listing: {what}",
             where=str(path),
             fix='write one with jaxtp.dump_tree(params, path): {"params": {path: shape}}',
         ) from None
 
 
-def _struct(shape: list[int], dtype: str) -> jax.ShapeDtypeStruct:
-    if any(int(n) != n or n < 0 for n in shape):
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(n for n in names if names.count(n) > 1)!r} is there twice")
+    return found
+
+
+def _struct(shape: Any, dtype: str) -> jax.ShapeDtypeStruct:
+    if not isinstance(shape, list) or any(type(n) is not int or n < 0 for n in shape):
         raise ValueError(f"shape {shape} is not a list of counts")
     return jax.ShapeDtypeStruct(tuple(shape), dtype)

@@ -21,7 +21,6 @@ from jaxtp.errors import (
     BadConfig,
     JaxtpError,
     NothingSharded,
-    PlanMismatch,
     Problems,
     ReplicatedTooMuch,
     SizeMismatch,
@@ -39,7 +38,7 @@ from jaxtp.mesh.build import (
 from jaxtp.placement.boxes import name_axes_of_mesh
 from jaxtp.placement.replicas import check_agreement
 from jaxtp.placement.train_state import Overrides, Slot, check, slots
-from jaxtp.plan.decisions import Plan
+from jaxtp.plan.decisions import Plan, check_plan
 from jaxtp.plan.stored_form import Padding, pad, read, stored_shape, unpad
 from jaxtp.plan.trees import FlatTree, Param, PyTree, map_with_path, partition_spec
 from jaxtp.rules.planner import make_plan
@@ -113,20 +112,6 @@ def plan_for(tree: PyTree, mesh: Any, plan: Plan | None, options: Mapping[str, A
             fix="give these options to make_plan, or leave the plan out",
         )
     return plan
-
-
-def check_plan(plan: Any) -> None:
-    """Refuses what is no plan.
-
-    Raises:
-        PlanMismatch: TP045, for anything but a `Plan`.
-    """
-    if not isinstance(plan, Plan):
-        raise PlanMismatch(
-            f"plan is a {type(plan).__name__}",
-            where="plan",
-            fix="a plan from jaxtp.make_plan, or Plan.from_json(text)",
-        )
 
 
 def place(flat: FlatTree, found: Mapping[str, Slot], mesh: Mesh | AbstractMesh) -> PyTree:

@@ -8,9 +8,9 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxtp.errors import PlanMismatch, Problems, SizeMismatch, join
 from jaxtp.mesh.build import own_mesh
-from jaxtp.placement.arrays import check_plan, place
+from jaxtp.placement.arrays import place
 from jaxtp.placement.train_state import Slot
-from jaxtp.plan.decisions import Plan
+from jaxtp.plan.decisions import Plan, check_plan
 from jaxtp.plan.inputs import InputDecision
 from jaxtp.plan.trees import FlatTree, Param, PyTree, spec_text
 

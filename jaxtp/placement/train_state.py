@@ -30,7 +30,7 @@ from jaxtp.errors import (
     join,
 )
 from jaxtp.mesh.axes import MeshShape, legal_ways
-from jaxtp.plan.decisions import Plan
+from jaxtp.plan.decisions import Plan, check_plan
 from jaxtp.plan.stored_form import Padding, stored_shape
 from jaxtp.plan.trees import (
     FlatTree,
@@ -112,6 +112,7 @@ def state_specs(state: PyTree, plan: Plan, *, state_overrides: Overrides | None 
         SizeMismatch: TP003, if a dim does not divide over its axes.
         BadSpec: TP044, if a spec does not fit its array or the mesh.
     """
+    check_plan(plan)
     flat = FlatTree.of(state)
     found = slots(flat.shapes(), plan, state_overrides)
     return flat.like(partition_spec(slot.spec) for slot in found.values())

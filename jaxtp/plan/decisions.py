@@ -130,7 +130,7 @@ class Plan:
         Raises:
             PlanMismatch: TP045, if the plan has no such path.
         """
-        if path not in self.params:
+        if path.__hash__ is None or path not in self.params:
             raise PlanMismatch(
                 f"the plan has no parameter {path!r}",
                 where=path,
@@ -195,6 +195,7 @@ class Plan:
 
     def diff(self, other: "Plan") -> str:
         """Lines on what `other` does differently, "" when the specs are equal."""
+        check_plan(other)
         lines = [] if self.mesh == other.mesh else [f"mesh: {self.mesh} -> {other.mesh}"]
         for path in dict.fromkeys((*self.params, *other.params)):
             a, b = self.params.get(path), other.params.get(path)
@@ -373,3 +374,17 @@ def _decision(data: dict[str, Any]) -> ParamDecision:
 
 def _blocks(dim: int, pieces: list[tuple[int, int]], block: int) -> Blocks:
     return Blocks(dim=dim, pieces=tuple((first, count) for first, count in pieces), block=block)
+
+
+def check_plan(plan: Any) -> None:
+    """Refuses what is no plan.
+
+    Raises:
+        PlanMismatch: TP045, for anything but a `Plan`.
+    """
+    if not isinstance(plan, Plan):
+        raise PlanMismatch(
+            f"plan is a {type(plan).__name__}",
+            where="plan",
+            fix="a plan from jaxtp.make_plan, or Plan.from_json(text)",
+        )

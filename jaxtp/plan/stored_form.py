@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxtp.errors import SizeMismatch
+from jaxtp.errors import BadTree, SizeMismatch
 
 ArrayType = TypeVar("ArrayType", jax.Array, NDArray[Any])
 
@@ -148,8 +148,17 @@ def mask_padding(logits: jax.Array, vocab_size: int) -> jax.Array:
         is zero.
 
     Raises:
-        SizeMismatch: TP003, if there are fewer than `vocab_size` logits.
+        SizeMismatch: TP003, if there are fewer than `vocab_size` logits, or it is no count.
+        BadTree: TP046, if the logits are no array.
     """
+    if not getattr(logits, "shape", ()):
+        raise BadTree(
+            f"logits are a {type(logits).__name__}", fix="mask_padding(logits, vocab_size)"
+        )
+    if isinstance(vocab_size, bool) or not hasattr(vocab_size, "__index__") or vocab_size < 1:
+        raise SizeMismatch(
+            f"vocab_size is {vocab_size!r}", fix="how many tokens there are, e.g. 50257"
+        )
     for seen in _watching.get():
         seen.add(vocab_size)
     stored = logits.shape[-1]

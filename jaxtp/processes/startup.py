@@ -18,7 +18,14 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxtp.errors import BadProcesses, CommunicationTimeout, ProcessesDisagree, join, warn
+from jaxtp.errors import (
+    BadConfig,
+    BadProcesses,
+    CommunicationTimeout,
+    ProcessesDisagree,
+    join,
+    warn,
+)
 from jaxtp.processes import faults
 from jaxtp.processes.launch import Launch, read_launch, split_address
 from jaxtp.processes.roster import Roster
@@ -322,6 +329,8 @@ def agree(facts: Mapping[str, object], *, timeout: float = 60.0) -> None:
         ProcessesDisagree: TP014, on every process, with each difference and who has which value.
         CommunicationTimeout: TP002, naming the processes that did not call it in time.
     """
+    if not hasattr(facts, "items"):
+        raise BadConfig(f"facts are a {type(facts).__name__}", fix='agree({"seed": 0, ...})')
     mine = {**process_facts(), **{name: str(value) for name, value in facts.items()}}
     text = json.dumps(mine, sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()

@@ -112,6 +112,13 @@ class Signature:
             self._signature = inspect.signature(lambda state, *args, **named: None)
         by_name = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
         self._names = [p.name for p in self._signature.parameters.values() if p.kind not in by_name]
+        if not all(isinstance(n, int) for n in _several(static_argnums)) or not all(
+            isinstance(n, str) for n in _several(static_argnames)
+        ):
+            raise BadStep(
+                f"static_argnums is {static_argnums!r}, static_argnames {static_argnames!r}",
+                fix="numbers from 1, since 0 is the state, and names, as jax.jit takes them",
+            )
         numbers = [static_argnums] if isinstance(static_argnums, int) else static_argnums
         names = [static_argnames] if isinstance(static_argnames, str) else static_argnames
         self._static = {*map(self._name, numbers), *names}
@@ -176,3 +183,8 @@ def _has_objects(value: Any) -> bool:
     kinds = (nnx.Module, nnx.Optimizer, nnx.Rngs, nnx.Metric)
     nodes = jax.tree.leaves(value, is_leaf=lambda node: isinstance(node, kinds))
     return any(isinstance(node, kinds) for node in nodes)
+
+
+def _several(given: Any) -> Sequence[Any]:
+    """What was given, one or several; a value that is neither stands for itself."""
+    return given if isinstance(given, list | tuple) else (given,)

@@ -17,10 +17,10 @@ from jaxtp.errors import BadMesh, BadStages, BadStep, PlanMismatch, Problems, St
 from jaxtp.layers.stacked import runs_in_stages
 from jaxtp.mesh.axes import Axis, MeshShape
 from jaxtp.mesh.build import auto_context, auto_mesh, check_devices, plan_mesh
-from jaxtp.placement.arrays import batch_slots, check_plan, place, put
+from jaxtp.placement.arrays import batch_slots, place, put
 from jaxtp.placement.replicas import check_agreement
 from jaxtp.placement.train_state import SMALL_BYTES
-from jaxtp.plan.decisions import Plan
+from jaxtp.plan.decisions import Plan, check_plan
 from jaxtp.plan.trees import FlatTree, PyTree, as_pytree, itemsize, leaves, shape_dtype
 from jaxtp.train.arguments import Form, Signature, Static, update_objects
 
@@ -153,7 +153,7 @@ class Step(Generic[State]):
         with self._context():
             structure, arrays = _take_apart(state)
             known = [ref() for ref in self._known]
-            if len(known) != len(arrays) or any(map(operator.is_not, known, arrays)):
+            if not known or len(known) != len(arrays) or any(map(operator.is_not, known, arrays)):
                 arrays = self._adopt(arrays)
             form, traced = self._signature.read(state, args, named)
             flat = FlatTree.of(traced)

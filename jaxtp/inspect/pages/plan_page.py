@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtp.compile.report import Report
+from jaxtp.config.named_files import write_text
 from jaxtp.inspect.pages.html import Node, Section, page
 from jaxtp.inspect.pages.report_page import report_sections
 from jaxtp.mesh.axes import MeshShape
@@ -40,14 +41,14 @@ def see_tp_plan(
         **options: Options of `make_plan`.
 
     Raises:
+        BadUsage: TP132, if the file cannot be written.
         JaxtpError: whatever `make_plan` raises.
     """
     given = isinstance(model_or_params, Plan)
     plan = model_or_params if given else make_plan(model_or_params, mesh, **options)
-    target = Path(path)
     compiled = () if report is None else report_sections(report)
-    target.write_text(page(f"tensor-parallel plan, {plan.mesh}", (*plan_sections(plan), *compiled)))
-    return target
+    text = page(f"tensor-parallel plan, {plan.mesh}", (*plan_sections(plan), *compiled))
+    return write_text(path, text)
 
 
 def plan_sections(plan: Plan) -> tuple[Section, ...]:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from jax.experimental import multihost_utils
 
+from jaxtp.config.named_files import as_folder
 from jaxtp.errors import BadCheckpoint, BadConfig, BadWeights, Problems, UnsupportedModel, join
 from jaxtp.io.assemble import Source
 from jaxtp.io.hf.config import FAMILIES, write_fields
@@ -185,7 +186,7 @@ def save_adapter(
         BadCheckpoint: TP090, if `folder` exists.
         BadConfig: TP020, if there is no adapter.
     """
-    folder, config = Path(folder), config or getattr(params, "config", None)
+    folder, config = as_folder(folder), config or getattr(params, "config", None)
     if folder.exists():
         raise BadCheckpoint("the folder exists", where=str(folder), fix="choose a new folder")
     lora: Lora | None = getattr(config, "lora", None)

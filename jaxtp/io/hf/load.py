@@ -18,6 +18,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from numpy.typing import NDArray
 
+from jaxtp.config.named_files import as_folder
 from jaxtp.errors import BadWeights, Problems, join
 from jaxtp.io.assemble import Source, assemble
 from jaxtp.io.hf.adapters import adapter_sources, read_lora
@@ -94,7 +95,7 @@ def load_hf(
         BadConfig: TP020, for a model that is not quantised, or if qwix is not installed.
         JaxtpError: whatever `make_plan` and `jaxtp.shard` raise.
     """
-    folder = Path(folder)
+    folder = as_folder(folder)
     fields = read_json(folder / CONFIG)
     config = read_fields(fields, str(folder / CONFIG))
     if quantize != "none":

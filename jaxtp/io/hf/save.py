@@ -15,6 +15,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
+from jaxtp.config.named_files import as_folder
 from jaxtp.errors import BadCheckpoint, BadConfig, PlanMismatch, join
 from jaxtp.io.hf.config import read_fields, runtime_of, write_fields
 from jaxtp.io.hf.files import CONFIG, Tensors, num_bytes, split_files, write_index
@@ -71,7 +72,7 @@ def save_hf(
             stages and there is no plan to say which layer is which.
         UnsupportedModel: TP096, if no Hugging Face family computes this config.
     """
-    folder = Path(folder)
+    folder = as_folder(folder)
     if folder.exists():
         raise BadCheckpoint("the folder exists", where=str(folder), fix="choose a new folder")
     tree = parameters(params)
