@@ -1,11 +1,12 @@
 """What a token of generation reads, sends and takes: every program by the real GPU compiler.
 
     python scripts/bench_generate.py                    all sections
-    python scripts/bench_generate.py --only floor       one of floor, quantized, naive, simulated
+    python scripts/bench_generate.py --only floor       or quantized, error, naive, simulated
     python scripts/bench_generate.py --layers 4 --json
 
 floor      8B on h100:1x8 and 70B on h200:1x8 at batch 1, 16 and 64 against the floor of a token
 quantized  8B and 70B with int8 kernels against the floor of those, and what is left of the time
+error      log-probabilities of integer kernels against those of floats, on the tests' checkpoints
 naive      the same step with its cache replicated, sharded along the width of a head, or without
            the plan's constraints
 simulated  tokens/s of `jaxtp.generate` on 8 simulated CPU devices against one, and host time a
@@ -22,6 +23,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
@@ -40,6 +42,9 @@ from jaxtp.hardware.links import GIB
 SHAPES = (("llama3-8b", "h100:1x8"), ("llama3-70b", "h200:1x8"))
 BATCHES = (1, 16, 64)
 CONTEXT = 2048
+
+FIXTURES = Path(__file__).parents[1] / "tests" / "fixtures" / "hf"
+DENSE = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "phi3", "olmo2", "gpt2")
 
 Kind = Literal["none", "int8", "int4"]
 
@@ -85,7 +90,7 @@ class Options:
     as_json: Annotated[Flag, tyro.conf.arg(name="json")] = False
     """Print JSON instead of tables."""
 
-    only: Literal["", "floor", "quantized", "naive", "simulated"] = ""
+    only: Literal["", "floor", "quantized", "error", "naive", "simulated"] = ""
     """One section; default: all."""
 
     layers: int = 0
@@ -182,6 +187,39 @@ def quantized(options: Options) -> Section:
     )  # fmt: skip
 
 
+def error(options: Options) -> Section:
+    """The dense checkpoints of the tests, random weights, in float32."""
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    import numpy as np
+
+    import jaxtp
+    from jaxtp import models
+
+    mesh = jaxtp.make_mesh(tp=1, devices=jax.devices()[:1])
+    rows: list[dict[str, Cell]] = []
+    for family in DENSE:
+        types: dict[str, Any] = {"dtype": "float32", "param_dtype": "float32"}
+        model, _ = jaxtp.load_hf(FIXTURES / family, mesh, progress=False, **types)
+        tokens = np.load(FIXTURES / family / "expected.npz")["tokens"]
+        want = jax.nn.log_softmax(model(tokens))
+        for kind in ("int8", "int4"):
+            got = jax.nn.log_softmax(models.quantize(model, kind)(tokens))
+            off = np.abs(np.asarray(got - want))
+            stays = float(np.mean(got.argmax(-1) == want.argmax(-1)))
+            rows.append(
+                {
+                    "family": family,
+                    "kernels": kind,
+                    "mean nats": round(float(off.mean()), 4),
+                    "largest": round(float(off.max()), 3),
+                    "likeliest token stays": round(stays, 3),
+                }
+            )
+    return Section(title="log-probabilities of integer kernels", rows=rows, thresholds=[], notes=[])
+
+
 def naive(options: Options) -> Section:
     """The 8B step at 16 rows by four ways."""
     model, target = SHAPES[0]
@@ -249,6 +287,7 @@ def simulated(options: Options) -> Section:
 SECTIONS: Mapping[str, Callable[[Options], Section]] = {
     "floor": floor,
     "quantized": quantized,
+    "error": error,
     "naive": naive,
     "simulated": simulated,
 }
