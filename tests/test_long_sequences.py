@@ -45,6 +45,7 @@ CASES = {
     "packed": (LLAMA, PACKED),
     "padded": (GPT2, PADDED),
     "window": (SOME_SLIDE, PACKED),
+    "window, padded": (SOME_SLIDE, PADDED),
 }
 
 
@@ -81,6 +82,7 @@ def sharded(name, sizes, *, sequence_parallel=False):
         ("packed", {"cp": 2, "tp": 2, "fsdp": 2}),
         ("padded", {"cp": 4, "tp": 2}),
         ("window", {"cp": 4, "tp": 2}),
+        ("window, padded", {"cp": 2, "tp": 2, "fsdp": 2}),
     ],
     ids=str,
 )

@@ -111,10 +111,9 @@ def stream(mix):
     return fn, params, jax.random.normal(jax.random.key(9), (2, 16, 16))
 
 
-def on_mesh(fn, params, x, sizes=None):
+def on_mesh(fn, params, x):
     """The function on a mesh with cp=4, against its numbers on one device."""
-    sizes = sizes or {"cp": 4, "tp": 2}
-    mesh = jaxtp.make_mesh(**sizes)
+    mesh = jaxtp.make_mesh(cp=4, tp=2)
     plan = jaxtp.make_plan(params, mesh, fn=fn, inputs=(x,))
     placed = jaxtp.shard(params, mesh, plan=plan)
     got = jax.jit(parallelize(fn, plan, mesh))(placed, x)
@@ -169,6 +168,16 @@ QUIET = {
 def test_nothing_is_said_of_edges_and_of_keys(name):
     fn, params, x = stream(QUIET[name])
     on_mesh(fn, params, x)
+
+
+def test_scores_of_tokens_by_tokens_are_said_with_their_bytes():
+    fn, params, _ = stream(keys_first)
+    struct = jax.ShapeDtypeStruct((2, 32_768, 16), jnp.float32)
+    mesh = jaxtp.make_mesh(dp=2, cp=4, tp=1)
+    plan = jaxtp.make_plan(params, mesh, fn=fn, inputs=(struct,))
+    said = r"scores of its own queries by all keys, 1,073,741,824 bytes at test_others_sequences.py"
+    with pytest.warns(JaxtpWarning, match=said):
+        jax.eval_shape(parallelize(fn, plan, mesh), params, struct)
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ def parallelize(
         if results is None:
             given = [*jax.tree.leaves(plain), *placer.inputs(jax.tree.leaves(inputs))]
             results = placer.run(analysis.scope, given)
-        told.tell(placer.left.values())
+        told.tell(placer.left.values(), placer.scores)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return cast(F, placed)

@@ -74,7 +74,7 @@ class FusedAttention:
         scores = Scores(kernel.params["scale"], None, "cudnn")
         with in_force(active):
             q, k, v = (deal_features(x) for x in (q, k, v))
-            return [undo(attend_shared(q, k, v, None, None, scores, active))]
+            return [undo(attend_shared(q, k, v, None, None, None, scores, active))]
 
     def _of_rows(self, kernel: Any, operands: Sequence[Any]) -> Any:
         """Attention without a causal mask: each device's own queries against all keys."""

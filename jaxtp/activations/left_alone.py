@@ -1,7 +1,7 @@
 """What `parallelize` leaves to XLA, and how it says so: once, with the model's own line."""
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from jaxtp.errors import JaxtpWarning, join
@@ -13,22 +13,37 @@ PRODUCTS = frozenset(["dot_general", "ragged_dot", "ragged_dot_general", "conv_g
 """Primitives whose results are constrained."""
 
 
+NOTICED_BYTES = 2**28
+"""Scores of one attention on one device, in bytes, from which they are worth a warning."""
+
+
 class Told:
     """Says what stayed as it was, once per function however often it is traced."""
 
     def __init__(self) -> None:
         self._done = False
 
-    def tell(self, left: Iterable[str]) -> None:
-        """Warns of what was left alone, if anything was and nothing has been said yet."""
-        said = list(dict.fromkeys(left))
+    def tell(self, left: Iterable[str], scores: Mapping[str, int]) -> None:
+        """Warns of what was left alone, if anything was and nothing has been said yet.
+
+        Args:
+            left: What, and where.
+            scores: Where attention over shared sequences keeps its scores -> bytes per device.
+        """
+        left = list(dict.fromkeys(left))
+        large = {line: size for line, size in scores.items() if size >= NOTICED_BYTES}
+        said: list[str] = []
+        if left:
+            said.append(f"parallelize leaves to XLA what happens inside {join(left, 8)}")
+        if large:
+            where = join(f"{size:,} bytes at {line}" for line, size in large.items())
+            said.append(
+                f"each device keeps scores of its own queries by all keys, {where}: "
+                "`jax.nn.dot_product_attention` with cuDNN's implementation keeps none"
+            )
         if said and not self._done:
             self._done = True
-            warnings.warn(
-                f"parallelize leaves to XLA what happens inside {join(said, 8)}",
-                JaxtpWarning,
-                stacklevel=3,
-            )
+            warnings.warn("; ".join(said), JaxtpWarning, stacklevel=3)
 
 
 def matters(scope: Scope) -> bool:

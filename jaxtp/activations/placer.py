@@ -48,6 +48,7 @@ class Placer:
         self._exchange = Exchange(analysis, plan, self.axes, self.constrain)
         self._sequences = Sequences(analysis, plan)
         self._fused = FusedAttention(self._sequences, plan, mesh)
+        self.scores: dict[str, int] = {}
         self.left = lost(analysis, self.axes) | gathers_of_tokens(analysis, self._sequences)
 
     def inputs(self, arrays: Sequence[Any]) -> list[Any]:
@@ -267,6 +268,10 @@ class Placer:
 
         result = self._sequences.product(equation, operands, meeting, gather)
         entries = self.held(scope.values[equation.outvars[0]], meeting.result)
+        if meeting.is_scores:
+            axes = [axis for entry in entries if isinstance(entry, tuple) for axis in entry]
+            num_bytes = result.nbytes // self.plan.mesh.ways(axes)
+            self.scores[where(equation) or "an unknown line"] = num_bytes
         return self.constrain(result, entries)
 
     def has_tokens(self, value: Value) -> bool:
