@@ -58,7 +58,8 @@ class IdleDevices(JaxtpError, ValueError):
     """The mesh uses fewer devices than there are, or has an axis that shards nothing.
 
     Why it matters: `jax.make_mesh((2, 2), ...)` on eight devices quietly leaves four of them idle;
-    along an axis that shards neither the batch nor a parameter devices do the same work twice.
+    along an axis that shards neither the batch nor a parameter devices do the same work twice, and
+    along cp where a function has no sequences that they could share.
     Fix: make the product of the sizes equal to the device count, or pass `devices=` explicitly.
     """
 
