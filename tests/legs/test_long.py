@@ -69,6 +69,7 @@ def weights(width=WIDTH, kv_width=KV_WIDTH):
 
 def on_gpus(fn, sizes, *inputs):
     """The compiled step of a loss of another's model."""
+    jax.devices()  # JAX finds cuDNN's library when it starts, and asks for it when it traces
     params = jax.tree.map(
         lambda shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16),
         weights(),
