@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -168,6 +169,17 @@ QUIET = {
 def test_nothing_is_said_of_edges_and_of_keys(name):
     fn, params, x = stream(QUIET[name])
     on_mesh(fn, params, x)
+
+
+def test_tokens_are_shared_and_not_rows_where_nothing_shards_the_batch():
+    fn, params, _ = stream(lambda params, h: jnp.tanh(h @ params["b"]))
+    struct = jax.ShapeDtypeStruct((4, 32, 16), jnp.float32)
+    mesh = jaxtp.make_mesh(cp=4, tp=2)
+    plan = jaxtp.make_plan(params, mesh, fn=fn, inputs=(struct,))
+    lowered = jax.jit(parallelize(fn, plan, mesh)).lower(params, struct).as_text()
+    places = [line for line in lowered.splitlines() if "sharding_constraint" in line]
+    assert places
+    assert all(re.search(r'\[\{\??\}, \{"cp"\}, ', line) for line in places)
 
 
 def test_scores_of_tokens_by_tokens_are_said_with_their_bytes():

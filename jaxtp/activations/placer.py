@@ -393,7 +393,8 @@ class Placer:
         free = (*self._sequences.axes, *(self.plan.mesh.tp if self.plan.sequence_parallel else ()))
         for dim, c in zip(value.dims, self.dims(value), strict=True):
             batch = self._batch_axes(dim)
-            is_sequence = c.kind == "position" and not batch and bool(dim)
+            is_rows = bool(batch) or (bool(self._sequences.axes) and self.analysis.is_batch(dim))
+            is_sequence = c.kind == "position" and not is_rows and bool(dim)
             entries.append(batch or (free if is_sequence and free else None))
             free = () if is_sequence else free
         return entries
