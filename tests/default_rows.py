@@ -22,6 +22,7 @@ DEFAULT_ROWS: dict[str, tuple[str, ...]] = {
     "test_constraints_say_where_things_lie_and_not_what_they_are": (
         "llama-dp2-tp2x2-sp", "gpt2-tp8-sp",
     ),
+    "test_a_strangers_model_has_the_numbers_of_one_device": ("remat-cp2-tp2-fsdp2", "packed-cp8"),
     "test_init_sharded_gives_the_numbers_of_one_device": ("linen_scan", "nnx"),
     "test_the_gpu_program_moves_the_floor": ("4-tp", "8-sp"),
     "test_stages_give_the_numbers_of_one_layer_after_the_other": (

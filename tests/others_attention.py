@@ -13,7 +13,7 @@ WIDTH, HEAD = 512, 64
 
 
 def attention(params, x, *, kernel, causal=True, mask=None):
-    """Two blocks."""
+    """As many blocks as there are weights for."""
     for layer in params:
         h = x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-5)
         names = "ask", "offer", "content"
@@ -28,11 +28,11 @@ def loss(params, x, mask=None, **how):
     return (attention(params, x, mask=mask, **how) ** 2).mean(dtype=jnp.float32)
 
 
-def weights(make, width=WIDTH, kv_width=WIDTH):
-    """`make(shape)` for each weight of both blocks."""
+def weights(make, width=WIDTH, kv_width=WIDTH, blocks=2):
+    """`make(shape)` for each weight of each block."""
     shapes = {"ask": (width, width), "offer": (width, kv_width), "content": (width, kv_width)}
     shapes |= {"answer": (width, width), "one": (width, 4 * width), "two": (4 * width, width)}
-    return [{name: make(shape) for name, shape in shapes.items()} for _ in range(2)]
+    return [{name: make(shape) for name, shape in shapes.items()} for _ in range(blocks)]
 
 
 def entry_step(mesh, *, kernel, tokens):

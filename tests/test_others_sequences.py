@@ -89,9 +89,9 @@ def program(name):
         ("packed", {"cp": 8, "tp": 1}),
         ("packed", {"cp": 2, "tp": 2, "fsdp": 2}),
     ],
-    ids=str,
+    ids=["scan-cp4-tp2", "remat-cp2-tp2-fsdp2", "packed-cp8", "packed-cp2-tp2-fsdp2"],
 )
-def test_loss_and_gradients_are_those_of_one_device(name, sizes):
+def test_a_strangers_model_has_the_numbers_of_one_device(name, sizes):
     fn, params, inputs, want = program(name)
     mesh = jaxtp.make_mesh(**sizes)
     plan = jaxtp.make_plan(params, mesh, fn=fn, inputs=inputs, zero=3)

@@ -64,18 +64,21 @@ def along_cp(report, kind):
 
 
 def test_keys_and_values_of_others_are_gathered_and_nothing_else():
-    """Two layers, forward, backward, gradients: tokens x heads / tp x head width x 2 x 2 bytes."""
+    """Two layers, forward and backward: tokens x heads / tp x head width x 2 x 2 bytes.
+
+    JAX makes scores in float32, and so the gradients of keys; those of values are in bfloat16.
+    """
     report = step_of_others("xla", 1024, 4, 2)
     both = 2 * 1024 * others_attention.WIDTH // 2 * 2
     assert not report.unexpected
     assert along_cp(report, "all-gather") == 2 * 2 * both
-    assert along_cp(report, "reduce-scatter") == 2 * both
+    assert along_cp(report, "reduce-scatter") == 2 * (2 + 1) * both // 2
     assert along_cp(report, "all-to-all") == along_cp(report, "collective-permute") == 0
 
 
 def test_cudnn_of_others_goes_around_and_its_memory_is_flat():
     peaks = []
-    for cp in (2, 8):
+    for cp in (4, 8):  # two devices have no turns in between, nor their buffers
         report = step_of_others("cudnn", 2048 * cp, cp, 1)
         assert not report.unexpected
         assert along_cp(report, "all-gather") == along_cp(report, "all-to-all") == 0
@@ -89,7 +92,10 @@ def test_cudnn_of_others_has_the_numbers_of_one_device(causal, monkeypatch):
     """Read as cuDNN's call and shared as that; computed by XLA, for want of a GPU."""
     keys = iter(jax.random.split(jax.random.key(0), 16))
     params = others_attention.weights(
-        lambda shape: jax.random.normal(next(keys), shape, jnp.bfloat16) / shape[0] ** 0.5, 128, 128
+        lambda shape: jax.random.normal(next(keys), shape, jnp.bfloat16) / shape[0] ** 0.5,
+        width=128,
+        kv_width=128,
+        blocks=1,
     )
     x = jax.random.normal(next(keys), (2, 32, 128), jnp.bfloat16)
     ids = jnp.repeat(jnp.asarray([[1, 1, 2, 3], [1, 2, 2, 2]]), 8, axis=1)
@@ -105,7 +111,7 @@ def test_cudnn_of_others_has_the_numbers_of_one_device(causal, monkeypatch):
     monkeypatch.setattr(jax.nn, "dot_product_attention", plain)
     shared = jaxtp.parallelize(functools.partial(fn, kernel="cudnn"), plan, mesh)
     got = jax.jit(jax.value_and_grad(shared))(placed, *inputs)
-    # Products round to 8 bits, both ways: half of 2^-8 each, for 12 of them one after the other.
+    # Products round to 8 bits, both ways: half of 2^-8 each, for 6 of them one after the other.
     for one, two in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         scale = float(jnp.abs(two).max())
-        assert float(jnp.abs(one - two).max()) <= 12 * 2**-8 * scale
+        assert float(jnp.abs(one - two).max()) <= 6 * 2**-8 * scale
