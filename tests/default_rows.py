@@ -26,7 +26,7 @@ DEFAULT_ROWS: dict[str, tuple[str, ...]] = {
     "test_init_sharded_gives_the_numbers_of_one_device": ("linen_scan", "nnx"),
     "test_the_gpu_program_moves_the_floor": ("4-tp", "8-sp"),
     "test_stages_give_the_numbers_of_one_layer_after_the_other": (
-        "7 layers over 4", "2 rounds of 6 layers", "zero 3",
+        "7 layers over 4", "2 rounds of 6 layers", "zero 3", "rounds, gathered once",
     ),
     "test_any_branches_give_the_numbers_of_one_after_the_other": ("kinds1-1-5", "kinds3-2-4"),
     "test_the_gpu_program_moves_the_floor_and_what_the_reason_says": ("by_unpacking-tokens0",),

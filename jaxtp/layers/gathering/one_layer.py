@@ -126,31 +126,39 @@ def trace_layer(
             own[DRAWS], axes[DRAWS] = draw.parts, draw.axes
             body = draw.taken(body)
         layer = jax.checkpoint(body, policy=policy, prevent_cse=False)
-        w = jax.tree.unflatten(
-            jax.tree.structure(w),
-            [
-                jax.ShapeDtypeStruct(one.shape, kind)
-                for one, kind in zip(jax.tree.leaves(w), types, strict=True)
-            ],
-        )
-
-        def keep(x: Any, w: PyTree, own: Any) -> Any:
-            return jax.vjp(lambda x, w: layer(x, w, own), x, w)[1]
-
-        traced, pull = jax.make_jaxpr(keep, return_shape=True)(x, w, own)
-    inputs = {id(var): number for number, var in enumerate(traced.jaxpr.invars)}
-    outs = traced.jaxpr.outvars
-    given = {n: inputs[id(out)] for n, out in enumerate(outs) if id(out) in inputs}
+        pullback, kept, given = _pullback(layer, x, _of_types(w, types), own)
     return Run(
         layer=layer,
         weights=weights_of(params, types, active),
         num_layers=jax.tree.leaves(params)[0].shape[0],
         context_axes=axes,
-        pullback=jax.tree.structure(pull),
-        kept=tuple(n for n in range(len(outs)) if n not in given),
+        pullback=pullback,
+        kept=kept,
         given=given,
         draw=draw,
     )
+
+
+def _pullback(
+    layer: Layer, x: Any, w: PyTree, context: Any
+) -> tuple[Any, tuple[int, ...], dict[int, int]]:
+    """The structure of what differentiating a layer keeps, and `kept` and `given` of a `Run`."""
+
+    def keep(x: Any, w: PyTree, context: Any) -> Any:
+        return jax.vjp(lambda x, w: layer(x, w, context), x, w)[1]
+
+    traced, pull = jax.make_jaxpr(keep, return_shape=True)(x, w, context)
+    inputs = {id(var): number for number, var in enumerate(traced.jaxpr.invars)}
+    outs = traced.jaxpr.outvars
+    given = {n: inputs[id(out)] for n, out in enumerate(outs) if id(out) in inputs}
+    kept = tuple(n for n in range(len(outs)) if n not in given)
+    return jax.tree.structure(pull), kept, given
+
+
+def _of_types(w: PyTree, types: list[Any]) -> PyTree:
+    found, tree = jax.tree.flatten(w)
+    pairs = zip(found, types, strict=True)
+    return jax.tree.unflatten(tree, [jax.ShapeDtypeStruct(one.shape, t) for one, t in pairs])
 
 
 def struct(x: Any, shape: tuple[int, ...] | None = None) -> jax.ShapeDtypeStruct:
