@@ -7,8 +7,10 @@ Each step is compiled by the real GPU compiler with 2 and with 4 layers, experts
 over the rest; all layers are alike, so what two more add gives the rest. `x FLOPs` are matrix FLOPs
 of a device against 4/3 of the model's, whose tokens have `chosen` experts each and whose layers are
 recomputed; `x formula` are the bytes of all-to-alls against tokens x chosen x capacity x hidden
-size x 2, two in each pass and in the recomputation. Times and MFU are modelled. Tokens beyond the
-capacity are dropped.
+size x 2: two in each pass and one in the recomputation, which needs no way back, and the weights of
+the tokens beside each way there. Times and MFU are modelled, `over bound` is the time over the
+longest of products and links; `published` is the best MFU that others measured on H100 with this
+model, in the precision that they used. Tokens beyond the capacity are dropped.
 """
 
 import dataclasses
@@ -28,8 +30,11 @@ from jaxtp.models.llama import LlamaConfig
 from jaxtp.train.preflight import preflight_config
 
 FEW, MORE = 2, 4
-EXCHANGES = 6
-"""All-to-alls of a layer: two forward, the same two recomputed, two backward."""
+"""Layers with experts that are compiled."""
+
+EXCHANGES, WEIGHTS = 5, 3
+"""All-to-alls of a layer: two forward, the way there recomputed, two backward; those of weights go
+there, again when recomputed, and their gradient back."""
 
 RECOMPUTED = 4 / 3
 """FLOPs with the forward pass run twice over those without."""
@@ -45,11 +50,33 @@ class Run:
     target: str
     mesh: Mesh
     micro_size: int
+    published: str = ""
 
 
+NODES = Mesh(ep=8, fsdp=8, dp=1)
 RUNS = (
-    Run(model="mixtral-8x7b", target="h100:8x8", mesh=Mesh(ep=8, fsdp=8, dp=1), micro_size=2),
-    Run(model="qwen3-30b-a3b", target="h100:8x8", mesh=Mesh(ep=8, fsdp=8, dp=1), micro_size=2),
+    Run(model="mixtral-8x7b", target="h100:8x8", mesh=NODES, micro_size=8),
+    Run(
+        model="qwen3-30b-a3b",
+        target="h100:8x8",
+        mesh=NODES,
+        micro_size=8,
+        published="0.12 FP8",  # Megatron-Bridge, 16 GPUs: 241 of 1,979 TFLOP/s
+    ),
+    Run(
+        model="gpt-oss-120b",
+        target="h100:8x8",
+        mesh=NODES,
+        micro_size=4,
+        published="0.165 BF16",  # Megatron-Bridge, 64 GPUs: 163 of 989 TFLOP/s
+    ),
+    Run(
+        model="deepseek-v3",
+        target="h100:32x8",
+        mesh=Mesh(ep=128, fsdp=2, dp=1),
+        micro_size=1,
+        published="0.17 FP8",  # Megatron-Bridge, 1,024 GPUs: 338 of 1,979 TFLOP/s
+    ),
 )
 
 
@@ -70,23 +97,29 @@ def compiled(run: Run, layers: int) -> Report:
 
 def row_of(run: Run) -> dict[str, Any]:
     """One line of the table."""
-    few, more = compiled(run, FEW), compiled(run, MORE)
     config, target = models.config_of(run.model), Target.parse(run.target)
     assert isinstance(config, LlamaConfig)
+    dense = config.first_k_dense_replace
+    few, more = compiled(run, dense + FEW), compiled(run, dense + MORE)
     peak = target.num_devices * target.device.peak_flops
 
     def of_all(value: Any) -> float:
         each = (value(more) - value(few)) / (MORE - FEW)
-        return value(few) + each * (config.num_hidden_layers - FEW)
+        return value(few) + each * (config.num_hidden_layers - dense - FEW)
 
     def model_flops(report: Report) -> float:
         assert report.mfu_modelled is not None
         return report.mfu_modelled * report.step_seconds_modelled * peak
 
+    def bound_of(report: Report) -> float:
+        assert report.bound_seconds is not None
+        return report.bound_seconds
+
     sent = sum(one.wire_bytes for one in more.collectives if one.kind == "all-to-all")
     tokens, ep = run.micro_size * SEQ, run.mesh.ep
     rows = tokens * config.num_experts_per_tok
-    formula = EXCHANGES * MORE * rows * config.hidden_size * 2 * (ep - 1) / ep
+    each = EXCHANGES * config.hidden_size * 2 + WEIGHTS * 4
+    formula = MORE * rows * each * (ep - 1) / ep
     seconds = of_all(lambda report: report.step_seconds_modelled)
     flops = of_all(model_flops)
     return {
@@ -101,7 +134,9 @@ def row_of(run: Run) -> dict[str, Any]:
         "peak GiB": round(of_all(lambda report: report.peak_bytes) / GIB, 1),
         "of": round(more.card_bytes / GIB, 1),
         "step ms": round(seconds * 1e3, 1),
+        "over bound": round(seconds / of_all(bound_of), 3),
         "MFU": round(flops / peak / seconds, 3),
+        "published": run.published,
     }
 
 

@@ -234,11 +234,12 @@ def test_compiled_for_gpus_two_all_to_alls_or_none_and_no_gather(sizes):
     tokens = BATCH * 256 // (ep * sizes.get("dp", 1))
     moved = [one for one in collectives if one.kind == "all-to-all"]
     assert {one.axes for one in moved} == ({("ep",)} if ep > 1 else set())
-    assert sum(one.count for one in moved) == (4 * layers if ep > 1 else 0)
+    # The tokens twice each way, and their weights, of one number each, once.
+    assert sum(one.count for one in moved) == (6 * layers if ep > 1 else 0)
     # tokens x chosen x width x 2 bytes a layer and direction, with the room that experts have; each
     # device along tp sends those of its own experts. One part in ep stays where it is.
     rows = tokens * CHOSEN * HOSTED.capacity_factor / tp
-    formula = 4 * layers * rows * HOSTED.hidden_size * 2 * (ep - 1) / ep
+    formula = layers * rows * (4 * HOSTED.hidden_size * 2 + 2 * 4) * (ep - 1) / ep
     assert sum(one.wire_bytes * one.count for one in moved) == formula
     gathered = [one for one in collectives if one.kind == "all-gather"]
     assert not gathered

@@ -25,11 +25,20 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxtp.activations.by_name import ActivePlan, active_plan
-from jaxtp.layers.token_slots import Moves, Queue, from_slots, to_slots
+from jaxtp.layers.token_slots import Moves, Queue, from_slots, to_slots, weights_to_slots
 from jaxtp.mesh.axes import Axis
 
 LATER_SHARE = 8
 """A round behind the first has 1/8 of its capacity: most routings that overflow do so by little."""
+
+
+PIECES = 2
+"""Parts of an all-to-all's slots that travel on their own, so that the way there of one passes
+beside the products of another, and its way back beside those of the next. More of them hide little
+more, and every message has a start-up."""
+
+LEAST_BYTES = 8 * 2**20
+"""Of each part that a device sends: 20 microseconds of NVLink, several start-ups."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -206,7 +215,8 @@ def run_experts(
     """
     active = active_plan()
     layout = Layout.of(active, h_BTD.shape, experts.gate_EDF.shape)
-    run = functools.partial(_local, _Static(layout, gate, capacity, experts.gate_EDF.shape[0]))
+    static = _Static(layout, gate, capacity, experts.gate_EDF.shape[0])
+    run = functools.partial(_local, static)
     if active is None or not layout.axes:
         one = jax.tree.map(lambda w: w[None], experts)
         out_1BTD, dropped_BT = run(h_BTD[None], weights_BTK[None], index_BTK, one)
@@ -352,7 +362,7 @@ _later_rounds.defvjp(_later_forward, _later_backward)
 def _round(static: _Static, size: int, first: jax.Array, queue: Queue, inputs: Inputs) -> jax.Array:
     """Results of the tokens at places `first` to `first + size` of each expert's queue, (N, D)."""
     x_ND, weights_NK, experts = inputs
-    own, exchanged = _own(static), static.layout.exchanged
+    own = _own(static)
     places = queue.starts[own][:, None] + first + jnp.arange(size)[None]
     ends = queue.starts[own + 1][:, None]
     nobody = queue.order.size
@@ -365,24 +375,47 @@ def _round(static: _Static, size: int, first: jax.Array, queue: Queue, inputs: I
     moves = Moves(source.reshape(-1), slot_NK)
 
     x_ECD = to_slots(x_ND, moves).reshape(len(own), size, -1)
-    if exchanged:
-        x_ECD = jax.lax.all_to_all(x_ECD, exchanged, 0, 1, tiled=True)
-    y_ECD = _products(static, x_ECD, experts)
-    if exchanged:
-        y_ECD = jax.lax.all_to_all(y_ECD, exchanged, 1, 0, tiled=True)
-    return from_slots(y_ECD.reshape(len(own) * size, -1), weights_NK, moves)
+    w_EC = weights_to_slots(weights_NK, moves).reshape(len(own), size)
+    is_long = x_ECD.size * x_ECD.dtype.itemsize >= PIECES * LEAST_BYTES and static.layout.exchanged
+    cuts = [size * piece // PIECES for piece in range(1, PIECES)] if is_long else []
+    parts = zip(*(jnp.split(x, cuts, axis=1) for x in (x_ECD, w_EC)), strict=True)
+    y_ECD = jnp.concatenate([_there_and_back(static, *part, experts) for part in parts], axis=1)
+    return from_slots(y_ECD.reshape(len(own) * size, -1), moves)
 
 
-def _products(static: _Static, x_ECD: jax.Array, experts: ExpertWeights) -> jax.Array:
-    """What the experts of a device make of their tokens; a part of the sum if `inner` is split."""
+def _there_and_back(
+    static: _Static, x_ECD: jax.Array, w_EC: jax.Array, experts: ExpertWeights
+) -> jax.Array:
+    """What experts make of some slots of each of them, wherever they are.
+
+    Weights travel with their tokens: their gradient then needs what an expert makes of a token
+    where the expert is, and a layer that is recomputed has no way back to take again.
+    """
+    exchanged = static.layout.exchanged
+    if not exchanged:
+        return _products(static, x_ECD, w_EC, experts)
+    x_ECD, w_EC = (jax.lax.all_to_all(x, exchanged, 0, 1, tiled=True) for x in (x_ECD, w_EC))
+    y_ECD = _products(static, x_ECD, w_EC, experts)
+    return jax.lax.all_to_all(y_ECD, exchanged, 1, 0, tiled=True)
+
+
+def _products(
+    static: _Static, x_ECD: jax.Array, w_EC: jax.Array, experts: ExpertWeights
+) -> jax.Array:
+    """What the experts of a device make of their tokens, times the weights of these.
+
+    A part of the sum if `inner` is split.
+    """
     gate_ECF = jnp.einsum("ecd,edf->ecf", x_ECD, experts.gate_EDF)
     up_ECF = jnp.einsum("ecd,edf->ecf", x_ECD, experts.up_EDF)
     if experts.gate_EF is not None and experts.up_EF is not None:
         gate_ECF, up_ECF = gate_ECF + experts.gate_EF[:, None], up_ECF + experts.up_EF[:, None]
-    y_ECD = jnp.einsum("ecf,efd->ecd", static.gate(gate_ECF, up_ECF), experts.down_EFD)
+    # In front of the last product: there it is part of a pass over memory that is made anyway.
+    inner_ECF = static.gate(gate_ECF, up_ECF).astype(jnp.float32) * w_EC[..., None]
+    y_ECD = jnp.einsum("ecf,efd->ecd", inner_ECF.astype(x_ECD.dtype), experts.down_EFD)
     if experts.down_ED is None:
         return y_ECD
     bias_ED = experts.down_ED
     if static.layout.inner:  # added by one of the devices that hold parts of the sum
         bias_ED = bias_ED * (jax.lax.axis_index(static.layout.inner) == 0)
-    return y_ECD + bias_ED[:, None]
+    return y_ECD + (bias_ED[:, None] * w_EC[..., None]).astype(y_ECD.dtype)

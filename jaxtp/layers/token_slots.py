@@ -3,7 +3,7 @@
 Shape suffixes as in `jaxtp.layers.experts`.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -65,7 +65,7 @@ def _rows(x: jax.Array, index: jax.Array) -> jax.Array:
     return x.at[index].get(mode="fill", fill_value=0)
 
 
-# Both moves are gathers in both directions: the derivative that JAX finds is a scatter that adds,
+# All moves are gathers in both directions: the derivative that JAX finds is a scatter that adds,
 # which GPUs do by atomics, in no order.
 @jax.custom_vjp
 def to_slots(x_ND: jax.Array, moves: Moves) -> jax.Array:
@@ -82,25 +82,29 @@ to_slots.defvjp(lambda x_ND, moves: (to_slots(x_ND, moves), moves), _to_slots_ba
 
 
 @jax.custom_vjp
-def from_slots(y_SD: jax.Array, weights_NK: jax.Array, moves: Moves) -> jax.Array:
-    """Weighted sums of the slots of each token, (N, D); float32 inside."""
-    y_NKD = _rows(y_SD, moves.slot_NK).astype(jnp.float32)
-    return jnp.sum(y_NKD * weights_NK[..., None], axis=1).astype(y_SD.dtype)
+def weights_to_slots(weights_NK: jax.Array, moves: Moves) -> jax.Array:
+    """The weight of the choice that is in each slot, (S,)."""
+    return _rows(weights_NK.reshape(-1), moves.source_S)
 
 
-def _from_slots_forward(
-    y_SD: jax.Array, weights_NK: jax.Array, moves: Moves
-) -> tuple[jax.Array, Any]:
-    return from_slots(y_SD, weights_NK, moves), (y_SD, weights_NK, moves)
+def _weights_to_slots_backward(moves: Moves, grad_S: jax.Array) -> tuple[jax.Array, None]:
+    return _rows(grad_S, moves.slot_NK), None
 
 
-def _from_slots_backward(saved: Any, grad_ND: jax.Array) -> tuple[jax.Array, jax.Array, None]:
-    y_SD, weights_NK, moves = saved
-    weight_S = _rows(weights_NK.reshape(-1), moves.source_S)
-    grad_SD = _rows(grad_ND, moves.token_S).astype(jnp.float32) * weight_S[:, None]
-    y_NKD = _rows(y_SD, moves.slot_NK).astype(jnp.float32)
-    grad_NK = jnp.sum(y_NKD * grad_ND.astype(jnp.float32)[:, None], axis=-1)
-    return grad_SD.astype(y_SD.dtype), grad_NK, None
+weights_to_slots.defvjp(
+    lambda w, moves: (weights_to_slots(w, moves), moves), _weights_to_slots_backward
+)
 
 
-from_slots.defvjp(_from_slots_forward, _from_slots_backward)
+@jax.custom_vjp
+def from_slots(y_SD: jax.Array, moves: Moves) -> jax.Array:
+    """Sums of the slots of each token, (N, D); float32 inside."""
+    y_NKD = _rows(y_SD, moves.slot_NK)
+    return jnp.sum(y_NKD, axis=1, dtype=jnp.float32).astype(y_SD.dtype)
+
+
+def _from_slots_backward(moves: Moves, grad_ND: jax.Array) -> tuple[jax.Array, None]:
+    return _rows(grad_ND, moves.token_S), None
+
+
+from_slots.defvjp(lambda y_SD, moves: (from_slots(y_SD, moves), moves), _from_slots_backward)
