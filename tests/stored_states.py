@@ -22,6 +22,8 @@ CONFIG = models.LlamaConfig(
     num_key_value_heads=4,
     head_dim=4,
     intermediate_size=64,
+    num_experts=4,
+    num_experts_per_tok=2,
 )
 TX = optax.adam(1e-3)
 
@@ -35,6 +37,7 @@ TARGETS = {
         {"tp": 4, "pp": 2},
         {"stages": Stages.even(5, 2, micro_batches=2, num_rounds=2)},
     ),
+    "ep2 cp2 tp2": ({"ep": 2, "cp": 2, "tp": 2}, {}),
     "1 device": ({"tp": 1, "devices": 1}, {}),
 }
 

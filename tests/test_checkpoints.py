@@ -252,11 +252,13 @@ def test_another_model_is_refused_with_the_differences(tmp_path):
 def test_each_plan_gets_the_form_that_it_stores(tmp_path):
     # All pairs of meshes are in tests/legs/test_checkpoint_meshes.py.
     state, plan = placed("pp2 tp4 in rounds")
-    like, target = placed("tp8")
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, state, plan=plan)
-        restored = checkpoints.restore(like, plan=target)
-    jax.tree.map(np.testing.assert_array_equal, jaxtp.unshard(restored.state, target), logical())
+        for name in ("ep2 cp2 tp2", "tp8"):
+            like, target = placed(name)
+            restored = checkpoints.restore(like, plan=target)
+            found = jaxtp.unshard(restored.state, target)
+            jax.tree.map(np.testing.assert_array_equal, found, logical())
     # Without a plan the target has the model's own form.
     with pytest.raises(
         CheckpointMismatch, match=r"float32\[61, 32\] saved, float32\[64, 32\] want"

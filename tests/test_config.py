@@ -129,6 +129,13 @@ def test_all_mistakes_come_at_once():
     assert str(caught.value).count("TP020") == 3
 
 
+def test_deepspeeds_experts_and_shared_sequences_are_axes():
+    moe = '"moe": {"enabled": true, "ep_size": 4, "capacity_factor": 2.0, "drop_tokens": true}'
+    config, _ = parse(f'{{"train_batch_size": 8, "sequence_parallel_size": 2, {moe}}}')
+    assert (config.mesh.ep, config.mesh.cp) == (4, 2)
+    assert (config.experts.capacity_factor, config.experts.drop_tokens) == (2.0, True)
+
+
 def test_a_refused_deepspeed_file_shows_every_key():
     mapped = '"train_batch_size": 8, "bf16": {"enabled": true}, "dump_state": false'
     zero = '"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}'

@@ -19,6 +19,7 @@ from jaxtp.compile.instruction_work import matmul_flops
 from jaxtp.compile.options import PREFLIGHT
 from jaxtp.config.settings import Precision
 from jaxtp.errors import SizeMismatch
+from jaxtp.layers import experts as layer_experts
 from jaxtp.layers.experts import Capacity
 from jaxtp.models import moe
 from jaxtp.models.llama import Llama, LlamaConfig
@@ -119,6 +120,22 @@ def test_loss_gradients_and_updates_are_those_of_the_plain_loop(sizes, factor, d
         assert row == pytest.approx(expected, rel=1e-5, abs=1e-6)
     assert (got[0]["dropped"] > 0) == drops
     assert_close(got_params, want_params, BATCH * SEQ * CONFIG.hidden_size)
+
+
+def test_long_messages_travel_in_two_pieces(monkeypatch):
+    """The same numbers, and twice as many all-to-alls of half the size."""
+    monkeypatch.setattr(layer_experts, "LEAST_BYTES", 1)
+    config = dataclasses.replace(CONFIG, capacity_factor=0.75)
+    got, got_params = three_updates({"ep": 2, "tp": 1}, config)
+    want, want_params = by_plain_loop(config, 1)
+    for row, expected in zip(got, want, strict=True):
+        assert row == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    assert_close(got_params, want_params, BATCH * SEQ * CONFIG.hidden_size)
+    compiled.cache_clear()
+    collectives, _ = compiled((("ep", 2), ("tp", 1)))
+    moved = [one for one in collectives if one.kind == "all-to-all"]
+    assert sum(one.count for one in moved) == 2 * 6 * HOSTED.num_hidden_layers
+    compiled.cache_clear()
 
 
 # DeepSeek-V3 in small: three layers, the first without experts, of which two may be in stages.

@@ -341,6 +341,13 @@ PUBLISHED = {
 }
 
 
+def test_another_depth_keeps_the_kinds_of_layers():
+    model = PRESETS["gpt-oss-20b"]
+    assert model.of_depth(0) == model
+    assert model.of_depth(3).layer_types == (*model.layer_types[:2], model.layer_types[0])
+    assert model.of_depth(36) == dataclasses.replace(PRESETS["gpt-oss-120b"], num_experts=32)
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_have_the_published_number_of_parameters(name):
     leaves = jax.tree.leaves(nnx.state(abstract(name)))

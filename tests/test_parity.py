@@ -107,6 +107,14 @@ def test_outputs_only_and_integer_outputs():
     assert len(result.rows) == 4
 
 
+def test_experts_and_shared_sequences_on_one_mesh():
+    config = dataclasses.replace(LLAMA, num_experts=4, num_experts_per_tok=2)
+    wide = jaxtp.make_mesh(ep=2, cp=2, tp=2)
+    model = Llama(config, nnx.Rngs(0))
+    result = verify(None, model, (tokens(),), wide, config=config, show=lambda _: None)
+    assert result.rows[-1].mesh == "cp=2 x ep=2 x tp=2"
+
+
 def test_a_bf16_program_is_held_to_the_digits_it_has():
     """Gradients of float32 parameters are no more exact than the bf16 products behind them."""
     config = dataclasses.replace(LLAMA, dtype="bfloat16")

@@ -65,9 +65,8 @@ class Workload:
         """The model's."""
         found = models.config_of(self.model)
         types: dict[str, Any] = {"param_dtype": self.dtype, "dtype": self.dtype}
-        layers = self.layers or found.num_hidden_layers
         types["quantize"] = self.quantize
-        return dataclasses.replace(found, num_hidden_layers=layers, **types)
+        return dataclasses.replace(found.of_depth(self.layers), **types)
 
     def plan(self, num_devices: int) -> Plan:
         """The plan on so many devices.

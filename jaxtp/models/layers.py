@@ -8,8 +8,9 @@ heads, H head width, F MLP width, V vocab. They name logical dims, never shards.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -75,6 +76,18 @@ class DecoderConfig:
     def __post_init__(self) -> None:
         check_bounds(self)
         remat_of(self.remat)
+
+    def of_depth(self, num_layers: int) -> Self:
+        """The same with so many layers; 0 for its own.
+
+        What is said of each layer is cut there, or said again from the first one on.
+        """
+        num_layers = num_layers or self.num_hidden_layers
+        changes: dict[str, Any] = {"num_hidden_layers": num_layers}
+        for name in ("layer_types", "rotary_layers"):
+            if rows := getattr(self, name, None):
+                changes[name] = tuple(itertools.islice(itertools.cycle(rows), num_layers))
+        return dataclasses.replace(self, **changes)
 
     @property
     def num_staged_layers(self) -> int:

@@ -130,9 +130,8 @@ def model_of(config: Config) -> models.Config:
     """
     published = published_of(config)
     return dataclasses.replace(
-        published,
+        published.of_depth(config.layers),
         **_of_experts(config.experts, published),
-        num_hidden_layers=config.layers or published.num_hidden_layers,
         dtype=config.precision.compute,
         param_dtype=config.precision.params,
         remat=config.remat,

@@ -9,6 +9,8 @@ import jaxtp
 from jaxtp import Checkpoints
 from jaxtp.plan.trees import leaves
 
+UP = "params/layers/mlp/experts/up_proj/kernel"
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -28,7 +30,7 @@ def test_plans_store_the_same_arrays_in_different_forms():
         }
         for name in TARGETS
     }
-    layers = {name: found["params/layers/mlp/up_proj/kernel"][0] for name, found in shapes.items()}
+    layers = {name: found[UP][0] for name, found in shapes.items()}
     assert (layers["tp8"], layers["pp2 tp4"], layers["pp2 tp4 in rounds"]) == (5, 6, 8)
     vocabs = {name: found["params/embed_tokens/embedding"][0] for name, found in shapes.items()}
     assert (vocabs["tp8"], vocabs["tp4 dp2"], vocabs["fsdp4 tp2"]) == (64, 61, 62)
