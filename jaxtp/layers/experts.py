@@ -378,8 +378,8 @@ def _round(static: _Static, size: int, first: jax.Array, queue: Queue, inputs: I
     w_EC = weights_to_slots(weights_NK, moves).reshape(len(own), size)
     is_long = x_ECD.size * x_ECD.dtype.itemsize >= PIECES * LEAST_BYTES and static.layout.exchanged
     cuts = [size * piece // PIECES for piece in range(1, PIECES)] if is_long else []
-    parts = zip(*(jnp.split(x, cuts, axis=1) for x in (x_ECD, w_EC)), strict=True)
-    y_ECD = jnp.concatenate([_there_and_back(static, *part, experts) for part in parts], axis=1)
+    parts = zip(jnp.split(x_ECD, cuts, axis=1), jnp.split(w_EC, cuts, axis=1), strict=True)
+    y_ECD = jnp.concatenate([_there_and_back(static, x, w, experts) for x, w in parts], axis=1)
     return from_slots(y_ECD.reshape(len(own) * size, -1), moves)
 
 
