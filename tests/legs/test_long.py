@@ -6,6 +6,7 @@ Four programs of the real width and depth for up to 128 GPUs; two minutes on two
 """
 
 import functools
+import math
 import sys
 from pathlib import Path
 
@@ -107,7 +108,9 @@ def test_cudnn_of_others_has_the_numbers_of_one_device(causal, monkeypatch):
     monkeypatch.setattr(jax.nn, "dot_product_attention", plain)
     shared = jaxtp.parallelize(functools.partial(fn, kernel="cudnn"), plan, mesh)
     got = jax.jit(jax.value_and_grad(shared))(placed, *inputs)
-    # Products round to 8 bits, both ways: half of 2^-8 each, for 6 of them one after the other.
+    # On the way to a weight's gradient 12 values are rounded to bfloat16 forward and 12 backward, in
+    # both programs: roundings add up as the root of their number, see `rounding`.
+    most = math.sqrt(2 * 24) * float(jnp.finfo(jnp.bfloat16).eps)
     for one, two in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         scale = float(jnp.abs(two).max())
-        assert float(jnp.abs(one - two).max()) <= 6 * 2**-8 * scale
+        assert float(jnp.abs(one - two).max()) <= most * scale
