@@ -108,7 +108,7 @@ def test_cudnn_of_others_has_the_numbers_of_one_device(causal, monkeypatch):
     monkeypatch.setattr(jax.nn, "dot_product_attention", plain)
     shared = jaxtp.parallelize(functools.partial(fn, kernel="cudnn"), plan, mesh)
     got = jax.jit(jax.value_and_grad(shared))(placed, *inputs)
-    # On the way to a weight's gradient 12 values are rounded to bfloat16 forward and 12 backward, in
+    # On the way to a gradient 12 values are rounded to bfloat16, and 12 on the way back, in
     # both programs: roundings add up as the root of their number, see `rounding`.
     most = math.sqrt(2 * 24) * float(jnp.finfo(jnp.bfloat16).eps)
     for one, two in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
