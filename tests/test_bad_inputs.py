@@ -238,6 +238,8 @@ def table():
             lambda bad=bad: jaxtp.preflight(loss, target=H100, time_limit=bad),
             "TP110",
         )
+    for bad in (-1, NAN, INF, None, "60"):
+        yield f"watchdog {bad!r}", lambda bad=bad: jaxtp.watchdog(bad), "TP020"
     for bad in (None, 4, "x", [], X):
         yield f"facts {bad!r:.12}", lambda bad=bad: jaxtp.agree(bad), "TP020"
     for bad in (None, 2.5, "x", [None], X):

@@ -9,6 +9,7 @@ one is alive but stuck, the others wait for ever.
 import atexit
 import contextlib
 import functools
+import math
 import os
 import sys
 import threading
@@ -20,7 +21,7 @@ from typing import Any, NoReturn
 import jax
 from jax.sharding import Mesh
 
-from jaxtp.errors import CommunicationTimeout, JaxtpError, join
+from jaxtp.errors import BadConfig, CommunicationTimeout, JaxtpError, join
 from jaxtp.processes.lost_peer import sign_of_lost_peer
 from jaxtp.processes.roster import Peer, Roster
 from jaxtp.processes.waiting import wait_until_stuck
@@ -112,6 +113,7 @@ class watchdog:
         place: What to name in place of a step: then the block as a whole has `seconds`.
 
     Raises:
+        BadConfig: TP020, for seconds that are no time.
         CommunicationTimeout: TP002, in place of an error of any type that says that a collective,
             a barrier or a connection between processes failed.
     """
@@ -119,6 +121,10 @@ class watchdog:
     def __init__(
         self, seconds: float, mesh: Mesh | None = None, *, first_step: int = 1, place: str = ""
     ) -> None:
+        if not isinstance(seconds, int | float) or not 0 <= seconds < math.inf:
+            raise BadConfig(
+                f"seconds is {seconds!r}", fix="how long a step may take; 0 for no limit"
+            )
         self._seconds, self._mesh = seconds, mesh
         self._limit = seconds if place else COMPILE_FACTOR * seconds
         self._place = place or f"step {first_step}"

@@ -44,7 +44,7 @@ class Tokenizer:
             _lacks_package("tokenizers", file)
         if not file.is_file():
             raise BadPrompt(
-                f"the folder has no {TOKENIZER}",
+                f"the folder has no {TOKENIZER}" if self.folder.is_dir() else "no such folder",
                 where=str(self.folder),
                 fix="download it with the weights; AutoTokenizer.from_pretrained(...)"
                 ".save_pretrained(folder) writes it from older files",
