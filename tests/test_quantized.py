@@ -89,6 +89,23 @@ def test_scales_lie_along_their_outputs():
     assert 2 * half.num_bytes == plan["lm_head/kernel/qvalue"].num_bytes
 
 
+def largest_written(module):
+    """Most bytes that one instruction writes; what fusions hold in themselves is not written."""
+    inside = {
+        name
+        for computation in module.computations.values()
+        for one in computation
+        if one.opcode not in traffic.CALLS
+        for name in one.calls
+    }
+    return max(
+        traffic.moved(module, computation, one)[2]
+        for name, computation in module.computations.items()
+        if name not in inside
+        for one in computation
+    )
+
+
 @pytest.mark.parametrize(("kind", "batch"), [("int8", 16), ("int8", 1), ("int4", 16)])
 def test_a_token_reads_integers_once_and_writes_no_kernel(kind, batch):
     work = Workload(
@@ -109,8 +126,8 @@ def test_a_token_reads_integers_once_and_writes_no_kernel(kind, batch):
     cache = cache_bytes(work, plan)
     assert cache <= program.memory_analysis().alias_size_in_bytes <= 1.01 * cache + 2**16
     config = work.config
-    written = config.hidden_size * config.intermediate_size // 8 * 2  # in 16 bits
-    assert program.memory_analysis().temp_size_in_bytes < written
+    in_16_bits = config.hidden_size * config.intermediate_size // 8 * 2
+    assert largest_written(module) < in_16_bits
 
 
 def quantised_twice():
