@@ -80,6 +80,33 @@ def test_what_is_fixed_stays(found):
         search("llama3.2-1b", batch=3, fixed={"mesh.dp": 8})
 
 
+def test_gathers_one_layer_ahead_are_offered_cost_less_and_hold_one_layer_more():
+    fixed = {"mesh.fsdp": 16, "zero.stage": 3, "remat": "block_outputs", "batch.accumulation": 1}
+
+    def one(overlap):
+        rows = search(
+            "llama3-8b", target="h100:2x8", batch=32, seq=4096, compile_best=0,
+            fixed={**fixed, "communication.overlap": overlap},
+        ).rows  # fmt: skip
+        return rows[0]
+
+    ahead, usual = one("aggressive"), one("auto")
+    assert ahead.config.communication.overlap == "aggressive"
+    assert ahead.candidate.parts["gathers"] < 0.5 * usual.candidate.parts["gathers"]
+    layer = 2 * sizes_of(PRESETS["llama3-8b"], 4096).layer_params
+    assert ahead.candidate.memory_bytes - usual.candidate.memory_bytes == pytest.approx(layer)
+    assert "gathered ahead" in str(
+        search(
+            "llama3-8b",
+            target="h100:2x8",
+            batch=32,
+            compile_best=0,
+            seq=4096,
+            fixed={**fixed, "communication.overlap": "aggressive"},
+        )
+    )
+
+
 def test_losers_have_reasons_that_name_numbers(found):
     assert found.rows[0].verdict == ""
     assert all(row.verdict for row in found.rows[1:])

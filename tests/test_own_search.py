@@ -73,9 +73,9 @@ def test_messages_along_tp_are_those_of_the_formulas(found, of_preset):
 
 
 def test_flops_and_parameters_are_those_of_the_model(found, of_preset):
-    assert found.ranking.seconds_at_peak == pytest.approx(
-        of_preset.ranking.seconds_at_peak, rel=2e-3
-    )
+    # A causal mask leaves at least half of the attention, which is a tenth of this model's FLOPs.
+    ratio = found.ranking.seconds_at_peak / of_preset.ranking.seconds_at_peak
+    assert 1 - 0.1 / 2 <= ratio <= 1 + 1e-3
     state, known = (r.rows[0].candidate.state_bytes for r in (found, of_preset))
     assert state == pytest.approx(known, rel=0.05)
 

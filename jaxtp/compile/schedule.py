@@ -199,7 +199,13 @@ def products_seconds(one: MatrixProducts, device: DeviceKind) -> float:
     if not one.attention:
         return float(product_seconds(device, one.rows, one.columns, one.depth, count=one.count))
     seconds = fused_attention_seconds(
-        device, one.rows, one.columns, one.depth, one.count, backward=one.attention == "backward"
+        device,
+        one.rows,
+        one.columns,
+        one.depth,
+        one.count,
+        backward=one.attention == "backward",
+        own_kernel=True,
     )
     return float(seconds) * (1 if one.is_causal else 2)  # what is priced is causal
 

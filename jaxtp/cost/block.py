@@ -165,7 +165,12 @@ def _attention(
     fused = is_fused(s, habits)
     found: Number = 0.0
     if np.any(fused):
-        found = fused_attention_seconds(*sizes, backward=backward, relative=habits.attention)
+        found = fused_attention_seconds(
+            *sizes,
+            backward=backward,
+            relative=habits.attention,
+            own_kernel=habits.own_attention,
+        )
     if not np.all(fused):
         traffic = habits.traffic * habits.score_traffic
         slow = unfused_attention_seconds(*sizes, backward=backward, traffic=traffic)

@@ -54,7 +54,7 @@ def candidates(
     Left out is what jaxtp refuses or what cannot win: tp that cuts a head or leaves the NVLink
     domain, experts on more devices than a domain has or than divide them, sequences in pieces
     shorter than `LEAST_PIECE`, stages without layers, rounds that do not divide the layers, ZeRO
-    without a second shard, halves of a batch of one.
+    without a second shard, halves of a batch of one, gathers ahead of what nobody gathers.
 
     Args:
         model: Sizes.
@@ -111,8 +111,7 @@ def _batches(
                 "micro_batches": micro_batches,
                 "micro_batch": each // micro_batches,
             }
-            turns = interleaves and base[Axis.CP] == 1 and not model.experts
-            yield from _settings(model, {**base, **sizes}, turns)
+            yield from _settings(model, {**base, **sizes}, interleaves)
 
 
 def _contexts(model: ModelSizes) -> Sequence[int]:
@@ -140,10 +139,13 @@ def _settings(
     ]
     policies = [p for p in POLICIES.values() if pp > 1 or p != Recompute.STAGE]
     streams = [(0, 0)]
-    if base["tp"] > 1:
+    hides = pp == 1 and base["cp"] == 1 and not model.experts
+    if base["tp"] == 1:
+        streams += [(0, 1)] * (hides and base["zero"] == 3)
+    else:
         splits = model.seq % math.lcm(base["tp"] * base["cp"], 2 * base["cp"]) == 0
         streams += [(1, 0)] * splits
-        streams += [(0, 1)] * (interleaves and pp == 1 and base["micro_batch"] % 2 == 0)
+        streams += [(0, 1)] * (hides and interleaves and base["micro_batch"] % 2 == 0)
     for v, policy, (sequence_parallel, interleaved) in itertools.product(rounds, policies, streams):
         yield {
             **base,

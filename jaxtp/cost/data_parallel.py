@@ -13,6 +13,10 @@ SLOWDOWN = 1.1
 """Factor on compute that runs beside communication, which takes cores and bandwidth: measured as
 1.1 to 1.3 (Miao et al. 2022, Galvatron, section 4)."""
 
+GATHERED_AHEAD = 0.95
+"""Share of gathers and scatters that runs beside layers where each is gathered one layer ahead, in
+compiled schedules (`scripts/bench_comm.py --only bound`: fsdp alone is within 1 % of its bound)."""
+
 
 def vocab_ways(model: ModelSizes, s: Strategy, habits: Habits) -> Number:
     """Devices that the token table is split over: those along tp, where its rows divide."""
@@ -58,7 +62,7 @@ def sharded_params(
     return plain / plain_ways + experts / expert_ways
 
 
-def beside(comm: Number, share: float, compute: Number) -> Number:
+def beside(comm: Number, share: Number, compute: Number) -> Number:
     """Seconds that communication adds where a share of it may run beside compute."""
     hidden = np.minimum(share * comm, compute)
     return comm - hidden + (SLOWDOWN - 1) * hidden
@@ -103,7 +107,7 @@ def gather_seconds(
         gather = gather + wires.seconds("all-gather", size, ways, inner)
         wide = size * habits.gradient_bytes / 2
         scatter = scatter + wires.seconds("reduce-scatter", wide, ways, inner)
-    share = habits.overlaps_gathers
+    share = np.where(s.interleaved, GATHERED_AHEAD, habits.overlaps_gathers)
     one = beside(layers * gather, share, forward)
     one = one + beside(layers * (gather + scatter), share, backward)
     return np.where(np.asarray(s.zero) >= 3, s.micro_batches * one + gather + scatter, 0.0)

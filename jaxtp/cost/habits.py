@@ -22,7 +22,8 @@ class Habits:
         score_traffic: The same of scores that are not fused, relative to `traffic`.
         kept_copies: Times that what a block keeps is read or written to be stacked and taken out.
         fused_attention: Whether scores stay in the chip.
-        attention: Rate of its attention kernel relative to the device's fastest.
+        attention: Rate of its attention kernel relative to what runs on the device sustained.
+        own_attention: Whether that kernel is written for the device (`DeviceKind.attention_flops`).
         overlaps_gradients: Share of the gradients' reduction that may run beside the last backward.
         overlaps_gathers: Share of gathers and scatters under ZeRO 3 that may run beside products.
         overlaps_tensor: Share of tensor-parallel messages that runs beside products.
@@ -60,6 +61,7 @@ class Habits:
     kept_copies: float = 0.0
     fused_attention: bool = True
     attention: float = 1.0
+    own_attention: bool = False
     overlaps_gradients: float = 0.0
     overlaps_gathers: float = 0.0
     overlaps_tensor: float = 0.0
@@ -118,9 +120,10 @@ HABITS: Mapping[str, Habits] = MappingProxyType(
     {
         # One compiled program; parameters are float32 and cast in the layer (`jaxtp.models`).
         "jaxtp": Habits(
-            # XLA puts gathers and reductions over fsdp in front of what needs them.
-            traffic=0.85, step_seconds=1e-3, overlaps_gradients=0.1, overlaps_gathers=0.1,
-            accumulate_bytes=12,
+            # Fused attention is cuDNN's. XLA puts gathers and reductions over fsdp in front of what
+            # needs them.
+            own_attention=True, traffic=0.85, step_seconds=1e-3, overlaps_gradients=0.1,
+            overlaps_gathers=0.1, accumulate_bytes=12,
             # As compiled for H100s, see scripts/check_cost.py: moments 8 and parameter 4; gradients
             # are summed in float32 beside those of the last micro-batch.
             copy_bytes=4, held_gradient_bytes=6, single_gradient_bytes=0, state_bytes=8,

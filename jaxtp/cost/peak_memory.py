@@ -105,7 +105,8 @@ def peak_memory(model: ModelSizes, s: Strategy, habits: Habits) -> PeakMemory:
     # The table's gradient is there from the loss on, where the framework keeps it so long.
     block = block + stacked + (table / 2 if habits.gpipe else 0)
     backward = flight * kept + block
-    gathered = 2 * 2.0 * block_params(model, s)
+    # The block that is computed and one more, gathered; gathered ahead a third is on its way.
+    gathered = (2 + np.asarray(s.interleaved)) * 2.0 * block_params(model, s)
     on_loss = at_loss >= backward
     return PeakMemory(
         state=state_bytes(model, s, habits),

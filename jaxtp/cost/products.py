@@ -28,7 +28,8 @@ reach: 2.6 TB/s on an H100. `DeviceKind.memory_share` is fitted on frameworks wh
 more than is counted."""
 
 BACKWARD_ATTENTION = 0.85
-"""Rate of fused attention backward, relative to forward (Dao 2023, figures 4 to 6)."""
+"""Rate of fused attention backward, relative to forward, where a kind has no rates of its own
+(Dao 2023, figures 4 to 6)."""
 
 
 def product_seconds(
@@ -131,6 +132,7 @@ def fused_attention_seconds(
     *,
     backward: bool,
     relative: float = 1.0,
+    own_kernel: bool = False,
 ) -> Number:
     """Seconds of causal attention in one kernel that keeps no scores (Dao et al. 2022).
 
@@ -145,11 +147,22 @@ def fused_attention_seconds(
         head_dim: Width of one head.
         heads: Heads of all sequences of the micro-batch on one device.
         backward: Whether the backward pass is meant.
-        relative: Rate of the kernel relative to the device's fastest.
+        relative: Rate of the kernel relative to what runs on this kind sustained.
+        own_kernel: Whether the kernel is written for this kind, as cuDNN's are.
     """
     flops = (10 if backward else 4) * heads * queries * (keys + 128) / 2 * head_dim
-    share = relative * device.attention_share * (BACKWARD_ATTENTION if backward else 1.0)
     tiles = np.ceil(queries / 128) * heads
     idle = np.ceil(tiles / device.cores) * device.cores / tiles
-    rate = device.matmul_flops * share
-    return flops * np.minimum(idle, 2.0) / rate + KERNEL_SECONDS
+    rate = _attention_rate(device, head_dim, backward=backward, own_kernel=own_kernel)
+    return flops * np.minimum(idle, 2.0) / (relative * rate) + KERNEL_SECONDS
+
+
+def _attention_rate(
+    device: DeviceKind, head_dim: float, *, backward: bool, own_kernel: bool
+) -> float:
+    """FLOP/s of one kernel of attention, for heads of the nearest width that is known."""
+    if not own_kernel or not device.attention_flops:
+        share = device.attention_share * (BACKWARD_ATTENTION if backward else 1.0)
+        return device.matmul_flops * share
+    row = min(device.attention_flops, key=lambda row: abs(row[0] - head_dim))
+    return row[2] if backward else row[1]

@@ -183,8 +183,9 @@ class Strategy:
             parameters too.
         recompute: A `Recompute`.
         sequence_parallel: Whether the residual stream is split along tp.
-        interleaved: Whether two halves of the micro-batch take turns, one's products beside the
-            other's tensor-parallel collectives.
+        interleaved: Whether communication is hidden by hand (`overlap = "aggressive"`): with tp two
+            halves of the micro-batch take turns, one's products beside the other's collectives;
+            under ZeRO 3 each layer's weights are gathered beside the layer before.
         fused: Whether a kernel that keeps no scores can compute attention on this mesh; it does
             where the framework has one.
     """

@@ -15,6 +15,12 @@ Assumptions, where no measured number exists: an A100's links are an H100's at 6
 bandwidth; an H200's are an H100's; a GB200's in groups of up to 8, and a B300's, are a B200's; a
 GB300's are a GB200's.
 
+Attention by kernels that are written for Hopper, causal, 16,384 tokens, cuDNN 9.1 on an H100 SXM at
+1,830 MHz (Shah et al. 2024, FlashAttention-3, figures 5 and 6): forward 539 TFLOP/s with heads of
+128, where the same without a mask is at 595; backward 516 without a mask, with one taken to lose
+the same share. With heads of 64, without a mask, 413 and 433. Training sustains less than such a
+run, as of products: 700 of the 805 TFLOP/s that XLA's table has.
+
 What training sustains of the data sheet is fitted on published runs of A100s, H100s and B200s
 (`scripts/fit_cost.py`); H200 takes the shares of H100, and GB200, B300 and GB300 those of B200. Of
 an H100's products it is 700/989, as cuBLASLt does in XLA's table.
@@ -61,7 +67,10 @@ class DeviceKind:
             minimal, so that jax 0.10 parses it too. 0.12 takes more, which changes small
             all-reduces only.
         memory_share: Share of `hbm_bandwidth` that elementwise kernels reach in training.
-        attention_share: FLOP/s of the fastest fused attention, forward, relative to `matmul_flops`.
+        attention_share: FLOP/s of fused attention, forward, relative to `matmul_flops`, as runs
+            that were published sustained; on Hopper with kernels written for Ampere.
+        attention_flops: FLOP/s of causal attention by kernels written for this kind: rows of (width
+            of a head, forward, backward); none if those of `attention_share` are.
         network_share: Share of `nic_bandwidth` that collectives reach in training.
     """
 
@@ -79,6 +88,7 @@ class DeviceKind:
     config: str
     memory_share: float = 0.8
     attention_share: float = 0.6
+    attention_flops: tuple[tuple[int, float, float], ...] = ()
     network_share: float = 0.45
 
     def __post_init__(self) -> None:
@@ -114,7 +124,8 @@ class DeviceKind:
                 kind: {int(size): tuple(row) for size, row in by_size.items()}
                 for kind, by_size in values.pop("tables").items()
             }
-            return cls(**values, tables=tables)
+            rows = tuple(map(tuple, values.pop("attention_flops", ())))
+            return cls(**values, tables=tables, attention_flops=rows)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             what = f"cannot read the description: {error}"
             raise BadTopology(what, where=where, fix=fix) from None
@@ -131,12 +142,13 @@ def _kind(
     tables: Tables,
     link_share: float = 1.0,
     sustained: tuple[float, float, float, float],
+    attention: tuple[tuple[int, float, float], ...] = (),
     nic: float = 50e9,
     domain: int = 8,
     host: int = 8,
 ) -> DeviceKind:
     """One row of KINDS; `chip` lists what XLA's own description says about cores and caches."""
-    product, memory_share, attention, network = sustained
+    product, memory_share, attention_share, network = sustained
     cores, fpus, core_kib, optin_kib, l2_mib, clock, major, minor = chip
     config = f"""gpu_device_info {{
   threads_per_block_limit: 1024
@@ -176,7 +188,8 @@ device_description_str: "{description}"
         tables=tables,
         config=config,
         memory_share=memory_share,
-        attention_share=attention,
+        attention_share=attention_share,
+        attention_flops=attention,
         network_share=network,
     )
 
@@ -193,6 +206,11 @@ _SM103_GB300 = (152, 128, 228, 227, 129.25, 2.07, 10, 3)
 # network. Fitted, see the docstring of the module.
 _AMPERE = (0.765, 0.9, 0.605, 0.46)
 _HOPPER = (700 / 989, 0.53, 0.363, 0.5)
+_MASKED, _COOL = 539 / 595, 700 / 805
+_HOPPER_ATTENTION = (
+    (64, 413e12 * _MASKED * _COOL, 433e12 * _MASKED * _COOL),
+    (128, 539e12 * _COOL, 516e12 * _MASKED * _COOL),
+)
 _BLACKWELL = (0.6, 0.35, 0.7, 0.5)
 # The best products measured on a B200 and on a GB200 run at 1,745 and 1,822 TFLOP/s (S. Bekman,
 # Machine Learning Engineering, compute/accelerator).
@@ -212,11 +230,11 @@ KINDS: Mapping[str, DeviceKind] = {
         ),
         _kind(
             "h100", "NVIDIA H100 80GB HBM3", 989e12, 84942979072, 3.35232e12, _SM90,
-            tables=HOPPER, sustained=_HOPPER,
+            tables=HOPPER, sustained=_HOPPER, attention=_HOPPER_ATTENTION,
         ),
         _kind(
             "h200", "NVIDIA H200 141GB HBM3e", 989e12, 151397597184, 4.8e12, _SM90,
-            tables=HOPPER, sustained=_HOPPER,
+            tables=HOPPER, sustained=_HOPPER, attention=_HOPPER_ATTENTION,
         ),
         _kind(
             "b200", "NVIDIA B200", 2250e12, 191514411008, 7.67232e12, _SM100_B200,

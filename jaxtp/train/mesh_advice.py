@@ -22,8 +22,8 @@ TELLING_SHARE = 0.1
 REMEDIES = {
     "tensor": "tp messages: a smaller mesh.tp, or communication.sequence_parallel",
     "bubble": "stages that wait: a larger batch.accumulation, or pipeline.rounds",
-    "gathers": "gathers of parameters: a larger micro-batch, so that fewer of them are needed, or "
-    "zero.stage = 2 where the memory allows",
+    "gathers": "gathers of parameters: a larger micro-batch, so that fewer of them are needed, "
+    "communication.overlap = aggressive, or zero.stage = 2 where the memory allows",
     "gradients": "the gradients' reduction: a larger batch, or fewer replicas by a larger mesh.tp",
     "experts": "tokens on their way to experts: a smaller mesh.ep, or a smaller capacity_factor",
     "context": "keys and values along cp: a smaller mesh.cp",

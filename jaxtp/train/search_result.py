@@ -216,7 +216,8 @@ def settings_text(row: Found) -> str:
     words += [f"remat {row.config.remat}"] if row.config else []
     words += [f"zero {s['zero']}"] * (s["zero"] > 0)
     words += [f"{s['rounds']} rounds"] * (s["rounds"] > 1)
-    words += ["sp"] * bool(s["sequence_parallel"]) + ["two halves"] * bool(s["interleaved"])
+    hides = "two halves" if s["tp"] > 1 else "gathered ahead"
+    words += ["sp"] * bool(s["sequence_parallel"]) + [hides] * bool(s["interleaved"])
     return ", ".join(words)
 
 

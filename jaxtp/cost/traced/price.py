@@ -185,6 +185,7 @@ def _product_seconds(product: Product, scale: Number, device: DeviceKind, habits
             count,
             backward=product.attention == "backward",
             relative=habits.attention,
+            own_kernel=habits.own_attention,
         )
     return product_seconds(device, rows, columns, depth, count=count)
 
