@@ -61,8 +61,9 @@ def kept_bytes(model: ModelSizes, s: Strategy, habits: Habits) -> Number:
     # What was sent to experts, and what they made of it.
     routed = 2 * stream * model.chosen * model.capacity * model.routed_layers / model.layers
     scores = habits.score_bytes * model.heads * model.seq / tp
-    # Where a sequence is shared, attention that is not fused works in tiles.
-    scores = np.where(is_fused(s, habits) | (np.asarray(s.cp) > 1), 0.0, scores)
+    # Where a sequence is shared or long, attention that is not fused works in tiles.
+    is_long = 0 < habits.tiles_from <= model.seq
+    scores = np.where(is_fused(s, habits) | (np.asarray(s.cp) > 1) | is_long, 0.0, scores)
     inner = habits.kept_inner * (heads + mlp)
     everything = habits.kept_streams * stream + masks / split + inner + routed
     ups = (2 if model.gated else 1) * model.active_ffn

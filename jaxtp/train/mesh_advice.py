@@ -87,7 +87,7 @@ def _tensor(first: Candidate, pricing: Pricing, wires: Wires) -> Iterator[str]:
     across = float(wires.seconds("all-reduce", size, 2 * wires.domain, 1))
     yield (
         f"tp stays inside NVLink: {pricing.messages} of {size / 2**20:,.0f} MiB a micro-batch, "
-        f" {inside * 1e3:.2f} ms each with tp={tp}, {across * 1e3:.2f} ms over two "
+        f"{inside * 1e3:.2f} ms each with tp={tp}, {across * 1e3:.2f} ms over two "
         "domains; fsdp, dp and pp send less often"
     )
 
