@@ -43,8 +43,8 @@ class Habits:
         table_bytes: Bytes held beside it for one element of the token table: its dense gradient.
         score_bytes: Bytes kept for one score of attention that is not fused.
         working_score_bytes: Bytes held for one in the backward pass of its own block.
-        tiles_from: Tokens of a sequence from which on attention that is not fused works in tiles and
-            keeps no scores; 0 if it never does.
+        tiles_from: Tokens of a sequence from which on attention that is not fused works in tiles
+            and keeps no scores; 0 if it never does.
         stacked_gradient_bytes: Bytes of one gradient of the blocks, held whole through the backward
             pass because the loop over blocks writes into one array.
         pads_vocab: Whether a vocabulary that tp does not divide is padded.
@@ -132,8 +132,8 @@ HABITS: Mapping[str, Habits] = MappingProxyType(
             copy_bytes=4, held_gradient_bytes=6, single_gradient_bytes=0, state_bytes=8,
             kept_streams=10.2, kept_inner=3.4, score_bytes=10, working_score_bytes=12.9,
             logit_bytes=4.4, table_bytes=6.4, staged_logit_bytes=5.9, workspace_bytes=0,
-            stacked_gradient_bytes=3.8, tiles_from=2048, score_traffic=2.7, kept_copies=3, pads_vocab=False,
-            zero_along_cp=False, gpipe=True,
+            stacked_gradient_bytes=3.8, tiles_from=2048, score_traffic=2.7, kept_copies=3,
+            pads_vocab=False, zero_along_cp=False, gpipe=True,
             last_stage_head=False, scatters_sends=False,
         ),
         "megatron": _MEGATRON,
