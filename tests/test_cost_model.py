@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from jaxtp.layers.context.tiles import LEAST_TOKENS
 
 from jaxtp.cost.axis_bytes import axis_bytes
 from jaxtp.cost.block import block_seconds
@@ -19,7 +20,6 @@ from jaxtp.cost.step import price
 from jaxtp.cost.strategy import ModelSizes, Recompute, Strategy
 from jaxtp.cost.wire import Wires
 from jaxtp.hardware.gpus import KINDS, Target
-from jaxtp.layers.context.tiles import LEAST_TOKENS
 
 sys.path.append(str(Path(__file__).parent.parent / "scripts"))
 import bench_cost
