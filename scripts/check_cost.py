@@ -15,6 +15,7 @@ from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+from jaxtp.activations.context.blocks import LARGEST
 from jaxtp.config.batch_sizes import resolve
 from jaxtp.config.presets import preset
 from jaxtp.config.settings import Config
@@ -70,11 +71,13 @@ def flops_of(config: Config) -> float:
     flops = step.full
     head = 6 * dims.vocab_size * dims.hidden_size * tokens
     blocks = flops - head + recomputed_flops(config.remat, plan, dims, **sizes)
-    if can_fuse(config):
-        # Of two products forward and four backward cuDNN leaves out half, where the mask is, and
-        # runs one again in its backward pass.
-        scores = step.attention
-        blocks -= scores * (1 - 3.5 / 6 + reruns_of(config.remat, plan).attention / 6)
+    # Under the mask cuDNN leaves out half of the scores, and tiles those in which nothing is seen.
+    pieces = config.seq_len / LARGEST
+    seen = 0.5 if can_fuse(config) else (pieces + 1) / (2 * pieces)
+    if can_fuse(config) or config.seq_len >= JAXTP.tiles_from:
+        # Of two products forward and four backward either runs one again in its backward pass.
+        again = reruns_of(config.remat, plan).attention
+        blocks -= step.attention * (1 - 3.5 / 3 * seen + again * (1 - seen) / 3)
     stages = plan.stages
     idle = 1.0 if stages is None else stages.num_ticks / (stages.num_rounds * stages.micro_batches)
     # A head that tp does not divide runs whole on each of its devices.

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from jaxtp.layers.context.tiles import LEAST_TOKENS
 
+from jaxtp.activations.context.tiles import LEAST_TOKENS
 from jaxtp.cost.axis_bytes import axis_bytes
 from jaxtp.cost.block import block_seconds
 from jaxtp.cost.data_parallel import vocab_ways
