@@ -131,7 +131,7 @@ HABITS: Mapping[str, Habits] = MappingProxyType(
             # are summed in float32 beside those of the last micro-batch.
             copy_bytes=4, held_gradient_bytes=6, single_gradient_bytes=0, state_bytes=8,
             kept_streams=10.2, kept_inner=3.4, score_bytes=10, working_score_bytes=12.9,
-            logit_bytes=4.4, table_bytes=6.4, staged_logit_bytes=5.9, workspace_bytes=0,
+            logit_bytes=4.4, table_bytes=6.4, staged_logit_bytes=4.4, workspace_bytes=0,
             stacked_gradient_bytes=3.8, tiles_from=2048, score_traffic=2.7, kept_copies=3,
             pads_vocab=False, zero_along_cp=False, gpipe=True,
             last_stage_head=False, scatters_sends=False,
