@@ -43,7 +43,7 @@ REFUSED = {
     "quantised": (
         "llama",
         {"quantization_config": {"bits": 4}},
-        "unknown field quantization_config",
+        "quantization_config has quant_method None",
     ),
     "biases": ("llama", {"attention_bias": True}, "attention_bias is True\n.*only False"),
     "yarn": ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 2}}, "rope_scaling is"),
