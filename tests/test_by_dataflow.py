@@ -147,6 +147,17 @@ def test_loss_and_gradients_stay_the_same(case, sizes, sequence_parallel):
     assert "sharding_constraint" in str(jax.make_jaxpr(fn)(params, tokens))
 
 
+@pytest.mark.parametrize("rows", [2, 8])
+def test_the_sequence_is_split_on_a_mesh_without_batch_axes(rows):
+    apply, tokens = CASES["many key heads"].apply, jax.ShapeDtypeStruct((rows, 16), "int32")
+    params = jax.eval_shape(CASES["many key heads"].init, jax.random.key(0), tokens)
+    mesh = jax.make_mesh((8,), ("tp",), axis_types=(AxisType.Auto,))
+    plan = jaxtp.make_plan(params, mesh, fn=apply, inputs=(tokens,))
+    fn = parallelize(apply, dataclasses.replace(plan, sequence_parallel=True), mesh)
+    program = str(jax.make_jaxpr(fn)(params, tokens))
+    assert "P(None, 'tp', None)" in program and "P('tp'," not in program
+
+
 @pytest.mark.parametrize("name", ["few key heads", "fused"])
 def test_it_composes_with_what_jax_offers(name):
     apply, tokens = CASES[name].apply, jnp.arange(16).reshape(2, 8)

@@ -391,11 +391,19 @@ class Placer:
         """Split along the batch, and under sequence parallelism along the sequence."""
         entries: list[Entry] = []
         free = (*self._sequences.axes, *(self.plan.mesh.tp if self.plan.sequence_parallel else ()))
-        for dim, c in zip(value.dims, self.dims(value), strict=True):
-            batch = self._batch_axes(dim)
-            is_rows = bool(batch) or (bool(self._sequences.axes) and self.analysis.is_batch(dim))
-            is_sequence = c.kind == "position" and not is_rows and bool(dim)
-            entries.append(batch or (free if is_sequence and free else None))
+        positions = [
+            dim
+            for dim, c in zip(value.dims, self.dims(value), strict=True)
+            if c.kind == "position" and dim
+        ]
+        # On a mesh without batch axes too, the sequence is what is no row of the batch; an array
+        # of one position dim, such as (tokens, features), has no other.
+        sequences = [dim for dim in positions if not self.analysis.is_batch(dim)]
+        if not sequences and not self.plan.mesh.batch and not self._sequences.axes:
+            sequences = positions
+        for dim in value.dims:
+            is_sequence = any(dim is s for s in sequences)
+            entries.append(self._batch_axes(dim) or (free if is_sequence and free else None))
             free = () if is_sequence else free
         return entries
 
