@@ -16,7 +16,7 @@ import threading
 import time
 import types
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import jax
 from jax.sharding import Mesh
@@ -121,7 +121,8 @@ class watchdog:
     def __init__(
         self, seconds: float, mesh: Mesh | None = None, *, first_step: int = 1, place: str = ""
     ) -> None:
-        if not isinstance(seconds, int | float) or not 0 <= seconds < math.inf:
+        # What callers pass is not what the annotation says.
+        if not isinstance(cast("object", seconds), int | float) or not 0 <= seconds < math.inf:
             raise BadConfig(
                 f"seconds is {seconds!r}", fix="how long a step may take; 0 for no limit"
             )
