@@ -117,39 +117,46 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(blocks, "LARGEST", 4)
 
 
-@pytest.mark.parametrize("softcap", [None, 2.0])
-@pytest.mark.parametrize("window", [None, 5])
-def test_parts_add_up_to_all_attention(small_tiles, window, softcap):
+@pytest.mark.parametrize(
+    ("half", "window", "softcap", "packed"),
+    [
+        (12, None, None, True),
+        (12, 5, 2.0, True),
+        (11, None, 2.0, False),  # the last of three tiles is padded
+        (11, 5, None, True),
+    ],
+)
+def test_parts_add_up_to_all_attention(small_tiles, half, window, softcap, packed):
     keys = jax.random.split(jax.random.key(0), 4)
-    q, d_out = (jax.random.normal(key, (2, 12, 4, 8)) for key in keys[:2])
-    k, v = (jax.random.normal(key, (2, 24, 2, 8)) for key in keys[2:])
-    ids = jnp.asarray(np.repeat([[1, 2, 3, 3], [1, 1, 1, 2]], 6, axis=1))
+    q, d_out = (jax.random.normal(key, (2, half, 4, 8)) for key in keys[:2])
+    k, v = (jax.random.normal(key, (2, 2 * half, 2, 8)) for key in keys[2:])
+    ids = jnp.asarray(np.repeat([[1, 2, 3, 3], [1, 1, 1, 2]], 6, axis=1))[:, : 2 * half]
     scores = Scores(0.3, softcap, "xla")
-    mine = Side(jnp.int32(12), ids[:, 12:])
-    views = [
-        View(mine, Side(jnp.int32(12), ids[:, 12:]), window, diagonal=True),
-        View(mine, Side(jnp.int32(0), ids[:, :12]), window, diagonal=False),
-    ]
-    halves = [(k[:, 12:], v[:, 12:]), (k[:, :12], v[:, :12])]
+    late, early = (
+        Side(jnp.int32(first), ids[:, first : first + half] if packed else None)
+        for first in (half, 0)
+    )
+    views = [View(late, late, window, diagonal=True), View(late, early, window, diagonal=False)]
+    halves = [(k[:, half:], v[:, half:]), (k[:, :half], v[:, :half])]
 
     def whole(q, k, v):
-        mask = ids[:, None, :, None] == ids[:, None, None, :]
+        mask = ids[:, None, :, None] == ids[:, None, None, :] if packed else None
         reach = None if window is None else (window - 1, 0)
         options = {"is_causal": True, "scale": 0.3, "local_window_size": reach}
         every = jnp.concatenate([jnp.zeros_like(q), q], axis=1)
-        return capped_attention(every, k, v, softcap=softcap, mask=mask, **options)[:, 12:]
+        return capped_attention(every, k, v, softcap=softcap, mask=mask, **options)[:, half:]
 
     want, pull = jax.vjp(whole, q, k, v)
     parts = [part_of(q, *kv, view, scores) for kv, view in zip(halves, views, strict=True)]
     both = merge(*parts)
-    assert_close(both.out_BTNH, want, 24 * 8)
+    assert_close(both.out_BTNH, want, 2 * half * 8)
     grads = [
         gradients_of(q, *kv, both, d_out, view, scores)
         for kv, view in zip(halves, views, strict=True)
     ]
     (dq, *late), (more, *early) = grads
     joined = [jnp.concatenate(pair, axis=1) for pair in zip(early, late, strict=True)]
-    assert_close((dq + more, *joined), pull(d_out), 24 * 8)
+    assert_close((dq + more, *joined), pull(d_out), 2 * half * 8)
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -186,6 +193,15 @@ def test_long_sequences_without_cp_have_no_array_of_tokens_by_tokens():
     lowered = jax.jit(jax.grad(lambda *x: attend(*x, None, "xla").sum())).lower(*heads).as_text()
     assert max(sizes_in(lowered)) < 2 * LEAST_TOKENS**2
     assert max(sizes_in(lowered)) == 2 * blocks.LARGEST**2
+
+
+def test_a_length_without_divisors_has_as_few_tiles_as_any():
+    keys = jax.random.split(jax.random.key(0), 3)
+    heads = [jax.random.normal(key, (1, LEAST_TOKENS + 5, 1, 8)) for key in keys]
+    tiled = jax.jit(lambda *x: attend(*x, None, "xla"))
+    assert "length=6" in str(jax.make_jaxpr(tiled)(*heads))  # 3 tiles: 3 x 4 / 2 pairs
+    want = capped_attention(*heads, softcap=None, is_causal=True)
+    assert_close(tiled(*heads), want, heads[0].shape[1])
 
 
 def sizes_in(lowered):

@@ -20,7 +20,8 @@ NOTHING = -1e30
 """The `lse` of no keys: finite, so that differences of it are."""
 
 LARGEST = 1024
-"""Queries and keys of one tile, at most; scores exist of one tile at a time."""
+"""Queries and keys of one tile, at most; scores exist of one tile at a time. Any length is cut into
+as few tiles as that allows."""
 
 
 Sums = tuple[jax.Array, ...]
@@ -151,8 +152,10 @@ def part_of(
     is_any = total > 0
     total = jnp.where(is_any, total, 1)
     lse = jnp.where(is_any, top + jnp.log(total), NOTHING)
-    out_BTNH = (out / total[..., None]).transpose(1, 0, 4, 2, 3, 5).reshape(q_BTNH.shape)
-    return Part(out_BTNH, lse.transpose(1, 2, 3, 0, 4).reshape(B, K * G, -1))
+    out_BTNH = (out / total[..., None]).transpose(1, 0, 4, 2, 3, 5).reshape(B, -1, K * G, H)
+    lse_BNT = lse.transpose(1, 2, 3, 0, 4).reshape(B, K * G, -1)
+    length = q_BTNH.shape[1]
+    return Part(out_BTNH[:, :length], lse_BNT[..., :length])
 
 
 def gradients_of(
@@ -179,11 +182,13 @@ def gradients_of(
     q, k, v = tiles.cut_queries(q_BTNH), tiles.cut(k_BSKH), tiles.cut(v_BSKH)
     d_out = tiles.cut_queries(d_out_BTNH)
     blocks, B, width, K, G, _ = q.shape
-    lse = whole.lse_BNT.reshape(B, K, G, blocks, width).transpose(3, 0, 1, 2, 4)
+    lse_BNT = _padded(whole.lse_BNT, blocks * width, dim=2)
+    lse = lse_BNT.reshape(B, K, G, blocks, width).transpose(3, 0, 1, 2, 4)
     # The part of each score's gradient that is the same for all keys.
     mean_BTN = jnp.einsum(
         "btnh,btnh->btn", *(x.astype(jnp.float32) for x in (whole.out_BTNH, d_out_BTNH))
     )
+    mean_BTN = _padded(mean_BTN, blocks * width)
     mean = mean_BTN.reshape(B, blocks, width, K, G).transpose(1, 0, 3, 4, 2)
 
     def add(sums: Sums, pair: jax.Array) -> tuple[Sums, None]:
@@ -209,17 +214,28 @@ def gradients_of(
     (dq, dk, dv), _ = jax.lax.scan(add, first, tiles.pairs)
     joined = (x.swapaxes(0, 1) for x in (dq, dk, dv))
     shapes = (q_BTNH.shape, k_BSKH.shape, v_BSKH.shape)
-    dq, dk, dv = (x.reshape(shape) for x, shape in zip(joined, shapes, strict=True))
+    dq, dk, dv = (
+        x.reshape(B, -1, *heads)[:, :length]
+        for x, (_, length, *heads) in zip(joined, shapes, strict=True)
+    )
     return dq, dk, dv
 
 
 class _Tiles:
-    """Queries and keys in tiles, and what every tile needs."""
+    """Queries and keys in tiles, and what every tile needs.
+
+    Where the last tile is padded, its padded queries have no gradient, and no query sees its padded
+    keys.
+    """
 
     def __init__(self, q_BTNH: jax.Array, k_BSKH: jax.Array, view: View, scores: Scores) -> None:
         self._groups, self._view, self._scores = k_BSKH.shape[2], view, scores
-        self._widths = (_tile(q_BTNH.shape[1]), _tile(k_BSKH.shape[1]))
-        counts = (q_BTNH.shape[1] // self._widths[0], k_BSKH.shape[1] // self._widths[1])
+        lengths = (q_BTNH.shape[1], k_BSKH.shape[1])
+        counts, self._widths = zip(*map(_tiles, lengths), strict=True)
+        self._padded = tuple(n * width for n, width in zip(counts, self._widths, strict=True))
+        # On the diagonal padded keys lie behind all queries.
+        is_padded = self._padded[1] > lengths[1] and not view.diagonal
+        self._last = lengths[1] if is_padded else None
         pairs = np.argwhere(np.ones(counts, bool))
         # Above the diagonal no key is seen.
         self.pairs = jnp.asarray(pairs[pairs[:, 0] >= pairs[:, 1]] if view.diagonal else pairs)
@@ -227,13 +243,15 @@ class _Tiles:
     def cut_queries(self, x_BTNH: jax.Array) -> jax.Array:
         """(tiles, batch, queries of a tile, kv heads, query heads of each, width)."""
         B, _, N, H = x_BTNH.shape
+        x_BTNH = _padded(x_BTNH, self._padded[0])
         cut = x_BTNH.reshape(B, -1, self._widths[0], self._groups, N // self._groups, H)
         return cut.swapaxes(0, 1)
 
     def cut(self, x_BSKH: jax.Array) -> jax.Array:
         """(tiles, batch, keys of a tile, kv heads, width)."""
         B, _, K, H = x_BSKH.shape
-        return x_BSKH.reshape(B, -1, self._widths[1], K, H).swapaxes(0, 1)
+        cut = _padded(x_BSKH, self._padded[1]).reshape(B, -1, self._widths[1], K, H)
+        return cut.swapaxes(0, 1)
 
     def where_seen(self, run: Callable[[Sums], Sums], sums: Sums, pair: jax.Array) -> Sums:
         """`run(sums)`, or `sums` where the window leaves no key of a tile to its queries."""
@@ -260,7 +278,8 @@ class _Tiles:
         """Which keys of a tile its queries see, broadcast against its scores; None for all."""
         sides = (self._view.queries, self._view.keys)
         ids = [side.segment_ids_BT for side in sides if side.segment_ids_BT is not None]
-        if not (self._view.diagonal or ids) and self._view.window is None:
+        is_whole = self._last is None and self._view.window is None
+        if is_whole and not (self._view.diagonal or ids):
             return None
         starts = self._starts(i, j)
         at_T, at_S = (s + jnp.arange(w) for s, w in zip(starts, self._widths, strict=True))
@@ -268,11 +287,14 @@ class _Tiles:
         seen = (behind_TS >= 0) if self._view.diagonal else jnp.ones_like(behind_TS, bool)
         if self._view.window is not None:
             seen &= behind_TS < self._view.window
+        if self._last is not None:
+            seen &= (j * self._widths[1] + jnp.arange(self._widths[1]))[None, :] < self._last
         seen = seen[None, None, None]
         if ids:
+            padded = map(_padded, ids, self._padded)
             own_BT, own_BS = (
                 jax.lax.dynamic_slice_in_dim(x, n * w, w, axis=1)
-                for x, n, w in zip(ids, (i, j), self._widths, strict=True)
+                for x, n, w in zip(padded, (i, j), self._widths, strict=True)
             )
             seen &= (own_BT[:, :, None] == own_BS[:, None, :])[:, None, None]
         return seen
@@ -287,8 +309,18 @@ def _where(seen: jax.Array | None, x: jax.Array, other: float) -> jax.Array:
     return x if seen is None else jnp.where(seen, x, other)
 
 
-def _tile(length: int) -> int:
-    return next(n for n in range(min(length, LARGEST), 0, -1) if length % n == 0)
+def _tiles(length: int) -> tuple[int, int]:
+    """The fewest tiles of so many tokens, and how wide they are; the last may be padded."""
+    count = -(-length // LARGEST)
+    width = -(-length // count)
+    # Tensor cores take multiples of 8, so that what is padded anyway becomes one.
+    return count, width if length % count == 0 else min(LARGEST, -(-width // 8) * 8)
+
+
+def _padded(x: jax.Array, length: int, dim: int = 1) -> jax.Array:
+    """`x` with zeros behind it along one dim, up to `length` elements."""
+    more = length - x.shape[dim]
+    return jnp.pad(x, [(0, more if d == dim else 0) for d in range(x.ndim)]) if more else x
 
 
 def _product(formula: str, a: jax.Array, b: jax.Array) -> jax.Array:
