@@ -202,3 +202,15 @@ def test_what_does_not_fit_the_plan_is_refused():
         lost(params, state, tokens, position)
     assert not state[0]["zz"].is_deleted()
     np.testing.assert_array_equal(state[0]["zz"], 0)
+
+
+def test_a_typed_random_key_goes_where_its_argument_goes():
+    def step(params, x, once, key):
+        noise = jax.random.normal(jax.random.fold_in(once, 1), x.shape)
+        return (x + noise) @ params["w"], jax.random.split(key)[0]
+
+    params, x = {"w": jnp.zeros((8, 16))}, jnp.zeros((2, 8))
+    inputs = (x, jax.random.key(0), jax.random.key(1))
+    plan = jaxtp.make_plan(params, {"tp": 4}, fn=step, inputs=inputs, strict=False)
+    assert [(d.argument, d.spec) for d in plan.inputs[1:]] == [("once", ()), ("key", ())]
+    assert jaxtp.Plan.from_json(plan.to_json()) == plan

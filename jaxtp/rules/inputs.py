@@ -98,8 +98,14 @@ def _is_kept(
     Token ids and positions may come back too, and are no state: people keep them.
     """
     own = Counter(arrays)
-    is_index = all(jnp.issubdtype(d, jnp.integer) and jnp.iinfo(d).bits > 8 for _, d in arrays)
+    is_index = all(_is_index(dtype) for _, dtype in arrays)
     return bool(arrays) and not is_index and all(comes_back[a] >= n for a, n in own.items())
+
+
+def _is_index(dtype: str) -> bool:
+    if dtype.startswith("key<"):  # of a typed random key, which NumPy does not know
+        return False
+    return jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits > 8
 
 
 class _Places:
