@@ -91,3 +91,52 @@ def with_dropout():
     """Its state holds keys of random numbers beside parameters."""
     module = nnx.eval_shape(lambda: Perceptron(nnx.Rngs(0), rate=0.5))
     return None, module, (struct(2, PERCEPTRON[0], dtype=jnp.float32),)
+
+
+def positions_first():
+    """Its first input has no batch, though it leads with more than the batch."""
+
+    def h(p, positions, x):
+        return jnp.tanh((x + positions[None, :, None]) @ p["up"]) @ p["down"]
+
+    width, inner = PERCEPTRON
+    params = {"up": struct(width, inner), "down": struct(inner, width)}
+    return h, params, (struct(32), struct(4, 32, width))
+
+
+def convolutions_back():
+    """A kernel that widens, and one that leads back to the stream."""
+
+    def h(p, x):
+        def convolve(x, w):
+            return jax.lax.conv_general_dilated(
+                x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+            )
+
+        return x + convolve(nn.relu(convolve(x, p["up"])), p["down"])
+
+    params = {"up": struct(3, 3, 16, 64), "down": struct(3, 3, 64, 16)}
+    return h, params, (struct(2, 8, 8, 16),)
+
+
+def ragged():
+    """Experts whose rows follow each other."""
+
+    def h(p, x, sizes):
+        return x + jax.lax.ragged_dot(
+            nn.relu(jax.lax.ragged_dot(x, p["up"], sizes)), p["down"], sizes
+        )
+
+    params = {"up": struct(4, 16, 64), "down": struct(4, 64, 16)}
+    return h, params, (struct(8, 16), struct(4, dtype=jnp.int32))
+
+
+def frozen():
+    """Most of it is integers; a loop that runs as often as the data says."""
+
+    def h(p, x):
+        x = jax.lax.stop_gradient(jax.lax.while_loop(lambda x: x.sum() > 9, lambda x: x / 2, x))
+        return x @ p["codes"].astype(jnp.bfloat16) @ p["w"]
+
+    params = {"codes": struct(64, 256, dtype=jnp.int8), "w": struct(256, 64)}
+    return h, params, (struct(2, 64),)

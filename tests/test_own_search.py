@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import runpy
 
 import jax
@@ -14,11 +15,14 @@ import jaxtp
 from jaxtp.cli.commands import main
 from jaxtp.config.presets import preset
 from jaxtp.cost.ranking import EXPECTED_ERROR
-from jaxtp.errors import BadUsage
+from jaxtp.cost.traced.program import Array, Block, Operation
+from jaxtp.cost.traced.work import work_of
+from jaxtp.errors import BadUsage, DoesNotFit
 from jaxtp.io.model_functions import own_model
-from jaxtp.train.own_model import batched, traced
+from jaxtp.rules.planner import make_plan
+from jaxtp.train.own_model import LEAST_BATCH, batched, traced
 from jaxtp.train.own_step import step_on_target
-from jaxtp.train.search_result import Search
+from jaxtp.train.search_result import OWN_ERROR, Search
 
 DECODER = "searched_models:decoder"
 
@@ -115,16 +119,122 @@ def test_a_model_of_another_kind_costs_what_its_products_cost():
     assert read.flops == 3 * 2 * (width * inner + inner * width)
 
 
+def step_along(tp, model):
+    read = traced(batched(own_model(model)))
+    plan = make_plan(read.model.params, {"tp": tp}, fn=read.model.call, inputs=read.model.inputs)
+    return read.step(plan)
+
+
+def test_the_batch_is_what_the_dataflow_says():
+    fn, params, (positions, x) = searched_models.positions_first()
+    model = batched(own_model(searched_models.positions_first))
+    assert (model.batched, model.size) == ((1,), x.shape[0])
+    rows = math.prod(x.shape[1:])
+    assert traced(model).flops == 3 * 2 * rows * 2 * searched_models.PERCEPTRON[1]
+    one = jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype)
+    model = batched(own_model(lambda: (fn, params, (positions, one))))
+    assert (model.batched, model.size) == ((1,), LEAST_BATCH)
+    result = search(searched_models.positions_first)
+    assert "batch: dim 0 of input 1; as given at any batch: input 0" in result.notes
+
+
+def test_a_batch_that_is_not_there_or_not_in_front_is_refused():
+    fn, params, (_, x) = searched_models.positions_first()
+    scalar = jax.ShapeDtypeStruct((), x.dtype)
+    with pytest.raises(BadUsage, match="no input has a batch"):
+        batched(own_model(lambda: (lambda p, t: p["up"] * t, params, (scalar,))))
+
+    def h(p, t, x):
+        return fn(p, jnp.zeros(x.shape[1], x.dtype), x + t.sum(0)[..., None])
+
+    three = jax.ShapeDtypeStruct((3, *x.shape[:2]), x.dtype)
+    with pytest.raises(BadUsage, match="dim 1 of input 0, dim 0 of input 1"):
+        batched(own_model(lambda: (h, params, (three, x))))
+
+
+@pytest.mark.parametrize("kind", ["convolutions_back", "ragged"])
+def test_all_kinds_of_row_products_are_summed_along_tp(kind):
+    model = getattr(searched_models, kind)
+    x = model()[2][0]
+    work = step_along(2, model).work
+    assert dict(work.sent) == {math.prod(x.shape) * x.dtype.itemsize: 1}  # once, forward
+    assert not work.unsent
+
+
+def test_a_product_that_loses_its_shards_is_named():
+    heads = Array((2.0, 8.0, 4.0, 16.0), 2, batch=0)
+    split = dataclasses.replace(heads, split=(3,))
+    kernel = Operation("dot_product_attention_fwd", {}, [split, split, split], [heads])
+    assert work_of(Block([kernel], [split], [heads])).unsent == {kernel.name}
+
+
+def test_what_has_no_gradient_has_no_moments_and_is_not_gathered():
+    stored = step_along(1, searched_models.frozen).stored
+    _, params, _ = searched_models.frozen()
+    assert stored.trained_bytes == params["w"].size * 2
+    assert stored.num_bytes == stored.trained_bytes + params["codes"].size
+    result = search(searched_models.frozen)
+    row = next(r.candidate for r in result.rows if r.candidate.settings["zero"] == 0)
+    sums = 4 * stored.elements * (row.settings["micro_batches"] > 1)
+    assert row.state_bytes == stored.num_bytes + 2 * stored.trained_bytes + sums
+    assert any("while loop is priced as one turn" in note for note in result.notes)
+
+
+def test_gathers_are_in_the_type_of_the_largest_product():
+    def h(p, x):
+        def layer(x, w):
+            return (x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)).astype(x.dtype), None
+
+        return jax.lax.scan(layer, x, p["small"])[0] @ p["large"]
+
+    shapes = {"small": (2, 8, 8), "large": (8, 64)}
+    params = {name: jax.ShapeDtypeStruct(s, jnp.float32) for name, s in shapes.items()}
+    x = jax.ShapeDtypeStruct((4, 8), jnp.float32)
+    stored = step_along(1, lambda: (h, params, (x,))).stored
+    assert stored.sums == stored.trained_bytes == 4 * stored.elements
+
+
+def test_what_is_said_of_models_of_ones_own_is_of_them(found, of_preset):
+    assert OWN_ERROR in str(found)
+    assert OWN_ERROR not in str(of_preset)
+    for result, offloads in ((found, False), (of_preset, True)):
+        assert (json.loads(result.to_json())["expected_error"] is not None) == offloads
+        refused = dataclasses.replace(result.rows[0], refusal="refused")
+        with pytest.raises(DoesNotFit) as error:
+            _ = dataclasses.replace(result, rows=(refused,)).best
+        assert ("in a config" in str(error.value)) == offloads
+
+
 def test_the_command_writes_a_module_that_makes_the_mesh_and_the_plan(tmp_path, capsys):
     best, page = tmp_path / "best.py", tmp_path / "search.html"
     asked = ["search", DECODER, "--target", "h100:1x8", "--batch", "64", "--compiled", "0"]
-    main([*asked, "--write", str(best), "--html", str(page), "--json", "--fix", "mesh.tp=2"])
+    main(
+        [
+            *asked,
+            "--write",
+            str(best),
+            "--html",
+            str(page),
+            "--json",
+            "--fix",
+            "mesh.tp=2",
+            "--fix",
+            "batch.accumulation=4",
+        ]
+    )
     table = json.loads(capsys.readouterr().out)
     chosen = table["meshes"][0]["config"]
-    mesh, plan = runpy.run_path(str(best))["make"]()
+    written = runpy.run_path(str(best))
+    mesh, plan = written["make"]()
     assert mesh.shape["tp"] == chosen["mesh.tp"] == 2
     assert mesh.size == plan.mesh.num_devices == 8
     assert plan.zero == chosen["zero.stage"]
+    assert written["MICRO_BATCHES"] == 4
+    rows = np.arange(16.0, dtype=np.float32).reshape(8, 2)
+    once = jax.value_and_grad(lambda w, x: jnp.square(x @ w).mean())
+    looped = jax.jit(written["accumulated"](once))(jnp.ones(2), rows)
+    # Whole numbers below 2**24: sums are exact in any order.
+    assert all(map(np.array_equal, looped, once(jnp.ones(2), rows)))
     assert "<svg" in page.read_text()
     with pytest.raises(SystemExit):
         main([*asked, "--write", str(tmp_path / "best.toml")])

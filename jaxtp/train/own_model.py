@@ -6,24 +6,26 @@ comes out: both cost what most losses cost.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxtp.cost.traced.price import Stored, TracedStep
 from jaxtp.cost.traced.program import Block, Reader
-from jaxtp.cost.traced.work import product_of, work_of
-from jaxtp.errors import BadUsage
+from jaxtp.cost.traced.work import PRODUCTS, product_of, work_of
+from jaxtp.errors import BadUsage, join
 from jaxtp.io.model_functions import OwnModel
 from jaxtp.mesh.axes import Axis
 from jaxtp.models.decoder import token_nats
 from jaxtp.plan.decisions import Plan
 from jaxtp.plan.trees import PyTree, as_pytree, leaves
 from jaxtp.rules.dataflow import forward
-from jaxtp.rules.jaxpr import Analysis, analyse_jaxpr, tracing
+from jaxtp.rules.jaxpr import Analysis, analyse, analyse_jaxpr, tracing
 from jaxtp.rules.planner import make_plan
 
 LEAST_BATCH = 2
@@ -56,6 +58,11 @@ class Batched:
     def inputs(self) -> tuple[Any, ...]:
         """What the model is traced on."""
         return jax.tree.unflatten(self.treedef, self.leaves)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What to call each of `leaves`: its position, and its path in there."""
+        return _names(self.inputs)
 
     def batch(self, size: int) -> dict[str, jax.ShapeDtypeStruct]:
         """The inputs that have a batch, of another size."""
@@ -95,29 +102,73 @@ class Batched:
 
 
 def batched(model: OwnModel) -> Batched:
-    """A model, and which of its inputs have a batch.
+    """A model, and which of its inputs have a batch, by its dataflow.
 
     Raises:
-        BadUsage: TP132, if no input has one.
+        BadUsage: TP132, if no input has one, or if it does not lead in all that have it.
     """
-    flat, treedef = jax.tree.flatten(tuple(model.inputs))
-    first = next((leaf.shape[0] for leaf in flat if getattr(leaf, "ndim", 0)), 0)
-    if not first:
-        raise BadUsage("no input has a batch", where=model.name, fix="inputs with a leading batch")
-    size = max(first, LEAST_BATCH)
-    of_batch = tuple(i for i, leaf in enumerate(flat) if leaf.ndim and leaf.shape[0] == first)
-    flat = [_resized(leaf, size) if i in of_batch else leaf for i, leaf in enumerate(flat)]
     plain, rebuild = as_pytree(model.params)
+    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), plain)
     whole = forward(model.fn, model.params)
+
+    def call(params: PyTree, *inputs: Any) -> Any:
+        return whole(rebuild(params), *inputs)
+
+    flat, is_batch = _traceable(call, params, model.inputs)
+    names = _names(model.inputs)
+    found = [(i, d) for i, dims in enumerate(is_batch) for d, is_one in enumerate(dims) if is_one]
+    if not found:
+        raise BadUsage("no input has a batch", where=model.name, fix="inputs (batch, ...)")
+    if any(dim for _, dim in found) or len({np.shape(flat[i])[0] for i, _ in found}) > 1:
+        raise BadUsage(
+            f"the batch is {join(f'dim {dim} of input {names[i]}' for i, dim in found)}",
+            where=model.name,
+            fix="inputs (batch, ...) alike, the first of them one that has the batch",
+        )
+    of_batch = tuple(i for i, _ in found)
+    size = np.shape(flat[of_batch[0]])[0]
     return Batched(
         model=model,
-        call=lambda params, *inputs: whole(rebuild(params), *inputs),
-        params=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), plain),
-        leaves=flat,
-        treedef=treedef,
+        call=call,
+        params=params,
+        leaves=[_resized(leaf, size) if i in of_batch else leaf for i, leaf in enumerate(flat)],
+        treedef=jax.tree.structure(tuple(model.inputs)),
         batched=of_batch,
         size=size,
     )
+
+
+def _traceable(
+    call: Callable[..., Any], params: PyTree, inputs: Sequence[Any]
+) -> tuple[list[Any], list[list[bool]]]:
+    """The inputs, flattened, to trace a model on, and which of their dims are the batch.
+
+    Where inputs lead with one element, they are tried with a size that no other one leads with, so
+    that only what belongs to them goes with it.
+    """
+    flat, treedef = jax.tree.flatten(tuple(inputs))
+
+    def read(tried: Sequence[Any]) -> list[list[bool]]:
+        analysis = analyse(call, params, *jax.tree.unflatten(treedef, tried))
+        return [list(map(analysis.is_batch, value.dims)) for value in analysis.inputs]
+
+    first = [next(iter(np.shape(leaf)), 0) for leaf in flat]
+    if 1 in first:
+        size = next(n for n in itertools.count(LEAST_BATCH) if n not in first)
+        pairs = list(zip(flat, first, strict=True))
+        wider = [_resized(leaf, size) if n == 1 else leaf for leaf, n in pairs]
+        try:
+            found = read(wider)
+        except Exception:  # what a model of theirs raises, which takes these only as they are
+            return flat, read(flat)
+        both = zip(flat, wider, found, strict=True)
+        return [new if any(dims) else old for old, new, dims in both], found
+    return flat, read(flat)
+
+
+def _names(inputs: Sequence[Any]) -> tuple[str, ...]:
+    found = jax.tree_util.tree_flatten_with_path(tuple(inputs))[0]
+    return tuple(jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in found)
 
 
 def _resized(leaf: Any, size: int) -> jax.ShapeDtypeStruct:
@@ -189,8 +240,8 @@ def _stored(analysis: Analysis, plan: Plan, block: Block, trained: frozenset[str
     One message a layer for what a loop runs along, and one for each other matrix; vectors travel
     with them. They are gathered and reduced in the type of the products, if that is narrower.
     """
-    width = _product_itemsize(block)
-    elements = num_bytes = sums = 0.0
+    _, width = _largest_product(block)
+    elements = num_bytes = trained_bytes = sums = 0.0
     by_loop: dict[int, float] = {}
     messages: list[float] = []
     for d in plan.decisions:
@@ -201,6 +252,7 @@ def _stored(analysis: Analysis, plan: Plan, block: Block, trained: frozenset[str
             continue
         moved = count * min(itemsize, width)
         elements, sums = elements + count, sums + moved
+        trained_bytes += count * itemsize
         finding = analysis.findings.get(d.path)
         if finding is not None and finding.stacked_dims:
             turns = d.shape[finding.stacked_dims[0]]
@@ -208,17 +260,24 @@ def _stored(analysis: Analysis, plan: Plan, block: Block, trained: frozenset[str
         elif len(d.shape) > 1:
             messages.append(moved)
     layers = [size for turns, size in by_loop.items() for _ in range(turns)]
-    return Stored(elements=elements, num_bytes=num_bytes, messages=(*layers, *messages), sums=sums)
+    return Stored(
+        elements=elements,
+        num_bytes=num_bytes,
+        trained_bytes=trained_bytes,
+        messages=(*layers, *messages),
+        sums=sums,
+    )
 
 
-def _product_itemsize(block: Block) -> float:
-    """Bytes of an element in the program's largest product."""
-    most, width = 0.0, 4.0
+def _largest_product(block: Block) -> tuple[float, int]:
+    """Multiplications of the program's largest product, and bytes of an element in it.
+
+    Without a product those of float32; of several as large the first counts.
+    """
+    found = [(0.0, 4)]
     for operation in block.operations:
-        for body in operation.bodies:
-            width = min(width, _product_itemsize(body))
-        if operation.name == "dot_general" and (found := product_of(operation)) is not None:
-            size = found.rows * found.columns * found.depth * found.count
-            if size > most:
-                most, width = size, min(width, operation.operands[1].itemsize)
-    return width
+        found += map(_largest_product, operation.bodies)
+        if operation.name in PRODUCTS and (one := product_of(operation)) is not None:
+            size = one.rows * one.columns * one.depth * one.count
+            found.append((size, operation.operands[1].itemsize))
+    return max(found, key=lambda product: product[0])

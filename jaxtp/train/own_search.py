@@ -1,7 +1,7 @@
 """The search for a model of one's own: strategies from its program, priced like all others.
 
-Offered is what `jit_step`, `parallelize` and a plan run for any model: dp, fsdp with a ZeRO stage,
-tp, and micro-batches. Recomputation is the model's own.
+Searched are dp, fsdp with a ZeRO stage, tp and micro-batches, over which the step has to loop; not
+cp, ep or `overlap="aggressive"`, which `parallelize` also runs. Recomputation is the model's own.
 """
 
 import functools
@@ -79,7 +79,7 @@ def search_own(
         rows=tuple(rows[: asked.limit]),
         ranking=ranking,
         pricing=pricing,
-        notes=tuple(_notes(model, read, plans)),
+        notes=tuple(_notes(model, read, plans, steps[max(steps)])),
     )
 
 
@@ -185,8 +185,11 @@ def mesh_sizes(candidate: Candidate) -> dict[str, int]:
     return {axis: s[axis] for axis in MESH if s[axis] > 1 or axis == Axis.TP.value}
 
 
-def _notes(model: OwnModel, read: Traced, plans: Mapping[int, Plan]) -> Iterator[str]:
+def _notes(
+    model: OwnModel, read: Traced, plans: Mapping[int, Plan], widest_step: TracedStep
+) -> Iterator[str]:
     """What limits tp, what could not be read, and what stands in for what is not known."""
+    yield _batch_note(read.model)
     widest = max(plans)
     limits = {d.fallback for d in plans[widest].decisions if d.fallback}
     for text in sorted(limits)[:3]:
@@ -194,9 +197,22 @@ def _notes(model: OwnModel, read: Traced, plans: Mapping[int, Plan]) -> Iterator
     if read.analysis.opaque:
         names = sorted({o.primitive for o in read.analysis.opaque})
         yield f"priced without {join(names)}: nothing is known about what they cost"
+    if widest_step.work.unsent:
+        names = join(sorted(widest_step.work.unsent))
+        yield f"priced without what {names} may send along tp: their results show no shards"
+    if widest_step.work.whiles:
+        yield "a while loop is priced as one turn: the program does not say how many it runs"
     yield (
         "the step: the function's loss is not known, so the cross-entropy of the ids it takes, or "
         "the mean square of what it returns; Adam; recomputation as the function has it"
     )
     if not model.entry:
         yield "not compiled: another process cannot import the function; give one of a module"
+
+
+def _batch_note(model: Batched) -> str:
+    """Which inputs have the batch, and which stay as they are at any batch."""
+    names = [model.names[i] for i in model.batched]
+    others = [name for name in model.names if name not in names]
+    stays = f"; as given at any batch: input {', '.join(others)}" if others else ""
+    return f"batch: dim 0 of input {', '.join(names)}{stays}"

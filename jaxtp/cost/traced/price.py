@@ -38,14 +38,16 @@ class Stored:
     """Parameters on one device along the tensor axis, before ZeRO shards them.
 
     Attributes:
-        elements: All of them.
-        num_bytes: As they are stored.
+        elements: All that have a gradient.
+        num_bytes: All of them, as they are stored.
+        trained_bytes: Those that have a gradient.
         messages: Bytes of each all-gather of parameters under ZeRO 3, in the type of the products.
         sums: Bytes of all gradients as replicas reduce them.
     """
 
     elements: float
     num_bytes: float
+    trained_bytes: float
     messages: tuple[float, ...]
     sums: float
 
@@ -222,7 +224,7 @@ def _reduce_seconds(
     shards = np.where(zero >= 1, s.fsdp, 1)
     over_dp = wires.seconds("all-reduce", stored.sums / shards, s.dp, inner_devices(s, Axis.DP))
     sharded = wires.seconds("reduce-scatter", stored.sums, s.fsdp, inner)
-    sharded = sharded + wires.seconds("all-gather", stored.num_bytes, s.fsdp, inner)
+    sharded = sharded + wires.seconds("all-gather", stored.trained_bytes, s.fsdp, inner)
     whole = wires.seconds("all-reduce", stored.sums, s.fsdp, inner)
     over_fsdp = np.where(zero >= 3, 0.0, np.where(zero >= 1, sharded, whole))
     return beside(over_dp + over_fsdp, habits.overlaps_gradients, backward)
@@ -233,7 +235,7 @@ def _state_bytes(stored: Stored, s: Strategy) -> Number:
     zero = np.asarray(s.zero)
     by_3, by_1, by_2 = (np.where(zero >= stage, s.fsdp, 1) for stage in (3, 1, 2))
     sums = np.where(np.asarray(s.micro_batches) > 1, SUM_BYTES * stored.elements, 0.0)
-    return stored.num_bytes / by_3 + MOMENTS * stored.num_bytes / by_1 + sums / by_2
+    return stored.num_bytes / by_3 + MOMENTS * stored.trained_bytes / by_1 + sums / by_2
 
 
 def _live(step: TracedStep, s: Strategy) -> Number:

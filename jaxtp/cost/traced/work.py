@@ -6,7 +6,7 @@ Everything is at the traced batch; prices scale what the batch multiplies.
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jaxtp.cost.traced.program import VIEWS, Array, Block, Operation
@@ -39,7 +39,10 @@ ATTENTION = ("dot_product_attention_fwd", "dot_product_attention_bwd")
 
 
 LEAST_DEPTH = 1024
-"""Elements that a core sums at least of a kernel's gradient, where several share the sum."""
+"""Elements that a core sums at least of a kernel's gradient, where several share the sum.
+
+Assumed: enough that adding the parts up is small beside them. Nothing was measured.
+"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,12 +80,16 @@ class Work:
         moved: Bytes that kernels between products read and write, of the batch and of no batch.
         stacked: The part of `moved` that loops stack and take out again: what is kept.
         sent: Bytes of a message along the tensor axis, all-reduced -> how often.
+        unsent: Names of products of sharded operands whose messages, if any, are not in `sent`.
+        whiles: Whether a `while` is in it, counted as one turn: no program says how many it runs.
     """
 
     products: defaultdict[Product, float] = dataclasses.field(default_factory=_zeros)
     moved: list[float] = dataclasses.field(default_factory=lambda: [0.0, 0.0])
     stacked: list[float] = dataclasses.field(default_factory=lambda: [0.0, 0.0])
     sent: defaultdict[float, float] = dataclasses.field(default_factory=_zeros)
+    unsent: set[str] = dataclasses.field(default_factory=set[str])
+    whiles: bool = False
 
 
 def work_of(block: Block) -> Work:
@@ -95,6 +102,7 @@ def work_of(block: Block) -> Work:
 def _read(block: Block, times: float, work: Work) -> None:
     kernels, partial = _Kernels(work, times), _Partial(work, times)
     for operation in block.operations:
+        work.whiles |= operation.name == "while"
         for body in operation.bodies:
             _read(body, times * operation.turns, work)
         for array in operation.results if operation.name == "scan" else ():
@@ -186,6 +194,8 @@ class _Partial:
         self.send(waiting)
         if _sums_over_devices(operation):
             self._partial |= set(operation.results)
+        elif _forgets_shards(operation):
+            self._work.unsent.add(operation.name)
 
     def send(self, arrays: Iterable[Array]) -> None:
         """All-reduces those of them that are partial."""
@@ -204,11 +214,31 @@ def _sums_over_devices(operation: Operation) -> bool:
     if operation.name == "gather":
         picked = operation.params["dimension_numbers"].start_index_map
         return bool(set(picked) & set(operation.operands[0].split))
-    if operation.name != "dot_general":
+    if operation.name not in PRODUCTS:
         return False
-    (left, right), _ = operation.params["dimension_numbers"]
-    summed = ((operation.operands[0], left), (operation.operands[1], right))
-    return any(set(array.split) & set(dims) for array, dims in summed)
+    pairs = zip(operation.operands, _summed_dims(operation), strict=False)
+    return any(set(array.split) & set(dims) for array, dims in pairs)
+
+
+def _summed_dims(product: Operation) -> tuple[Sequence[int], Sequence[int]]:
+    """Dims of its left and its right operand that a product sums over."""
+    params = product.params
+    if product.name == "conv_general_dilated":
+        # All of the kernel but its outputs; in the kernel's gradient those are batch and window.
+        # Channels in groups stay where their group is.
+        numbers, is_whole = params["dimension_numbers"], params["feature_group_count"] == 1
+        return numbers.lhs_spec[1:2] if is_whole else (), numbers.rhs_spec[1:]
+    if product.name == "ragged_dot_general":
+        return params["ragged_dot_dimension_numbers"].dot_dimension_numbers[0]
+    return params["dimension_numbers"][0]
+
+
+def _forgets_shards(operation: Operation) -> bool:
+    """Whether a product has sharded operands and a result of the batch of which no dim is."""
+    if operation.name not in PRODUCTS and not operation.name.startswith(ATTENTION):
+        return False
+    made = any(array.batch is not None and not array.split for array in operation.results)
+    return made and any(array.split for array in operation.operands)
 
 
 def product_of(operation: Operation) -> Product | None:
