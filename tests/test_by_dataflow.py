@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import flax.linen as nn
 import jax
@@ -147,16 +148,33 @@ def test_loss_and_gradients_stay_the_same(case, sizes, sequence_parallel):
     assert "sharding_constraint" in str(jax.make_jaxpr(fn)(params, tokens))
 
 
-@pytest.mark.parametrize("rows", [2, 8])
-def test_the_sequence_is_split_on_a_mesh_without_batch_axes(rows):
+@pytest.mark.parametrize(
+    ("rows", "sizes"),
+    [(2, {"tp": 8}), (8, {"tp": 8}), (8, {"dp": 1, "tp": 8}), (1, {"dp": 2, "tp": 4})],
+    ids=str,
+)
+def test_the_sequence_is_split_where_no_axis_shares_the_batch(rows, sizes):
     apply, tokens = CASES["many key heads"].apply, jax.ShapeDtypeStruct((rows, 16), "int32")
     params = jax.eval_shape(CASES["many key heads"].init, jax.random.key(0), tokens)
-    mesh = jax.make_mesh((8,), ("tp",), axis_types=(AxisType.Auto,))
+    mesh = jax.make_mesh((*sizes.values(),), (*sizes,), axis_types=(AxisType.Auto,) * len(sizes))
     plan = jaxtp.make_plan(params, mesh, fn=apply, inputs=(tokens,))
     fn = parallelize(apply, dataclasses.replace(plan, sequence_parallel=True), mesh)
     program = str(jax.make_jaxpr(fn)(params, tokens))
     assert "P(None, 'tp', None)" in program
     assert "P('tp'," not in program
+    assert "'dp'" not in "".join(re.findall(r"P\([^)]*\)", program))
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 8}, {"dp": 1, "tp": 8}], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "want"), [((16, 16), "P('tp', None)"), ((1, 8, 16), "P(None, 'tp', None)")]
+)
+def test_the_sequence_is_split_where_it_is_the_first_dim(shape, want, sizes):
+    model, x = jaxtp_model(), jnp.ones(shape)
+    mesh = jax.make_mesh((*sizes.values(),), (*sizes,), axis_types=(AxisType.Auto,) * len(sizes))
+    plan = jaxtp.make_plan(model, mesh, inputs=(x,))
+    fn = parallelize(lambda m, x: m(x), dataclasses.replace(plan, sequence_parallel=True), mesh)
+    assert want in str(jax.make_jaxpr(fn)(model, x))
 
 
 @pytest.mark.parametrize("name", ["few key heads", "fused"])

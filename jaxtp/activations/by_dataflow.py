@@ -97,8 +97,9 @@ def parallelize(
         closed, shapes = jax.make_jaxpr(pure, return_shape=True)(plain, *inputs)
         paths = [plan[path].path for path, _ in leaves(plain)]
         analysis = analyse_jaxpr(closed, paths)
-        if plan.mesh.size_of(Axis.CP) > 1:
+        if plan.sequence_parallel or plan.mesh.size_of(Axis.CP) > 1:
             analysis = analysis.of_one_row()
+        if plan.mesh.size_of(Axis.CP) > 1:
             check_tokens(analysis, plan)
         placer = Placer(analysis, plan, own_mesh(mesh, plan.mesh))
         results = None

@@ -43,6 +43,7 @@ class Placer:
     def __init__(self, analysis: Analysis, plan: Plan, mesh: Mesh | AbstractMesh) -> None:
         self.analysis, self.plan, self.mesh = analysis, plan, mesh
         self._leads = leads(analysis, plan)
+        self._shares_batch = plan.mesh.ways(plan.mesh.batch) > 1
         self._widest = _widest(analysis, plan, self._leads)
         self._classes: dict[Value, tuple[DimClass, ...]] = {}
         self._exchange = Exchange(analysis, plan, self.axes, self.constrain)
@@ -396,10 +397,10 @@ class Placer:
             for dim, c in zip(value.dims, self.dims(value), strict=True)
             if c.kind == "position" and dim
         ]
-        # On a mesh without batch axes too, the sequence is what is no row of the batch; an array
-        # of one position dim, such as (tokens, features), has no other.
+        # Where no axis shards the batch either, the sequence is what is no row of it; an array of
+        # one position dim, such as (tokens, features), has no other.
         sequences = [dim for dim in positions if not self.analysis.is_batch(dim)]
-        if not sequences and not self.plan.mesh.batch and not self._sequences.axes:
+        if not sequences and not self._shares_batch and not self._sequences.axes:
             sequences = positions
         for dim in value.dims:
             is_sequence = any(dim is s for s in sequences)
@@ -408,7 +409,7 @@ class Placer:
         return entries
 
     def _batch_axes(self, dim: Any) -> tuple[str, ...]:
-        return self.plan.mesh.batch if self.analysis.is_batch(dim) else ()
+        return self.plan.mesh.batch if self._shares_batch and self.analysis.is_batch(dim) else ()
 
     def constrain(self, x: Any, entries: Sequence[Entry], *, even_whole: bool = False) -> Any:
         """`x` with a constraint if it splits; a dim that does not divide is left to XLA."""

@@ -47,7 +47,8 @@ def input_decisions(
         fn: The function, for the names of its arguments; None for an `nnx.Module`.
         inputs: The arguments after the parameters.
     """
-    analysis = analysis.of_one_row() if plan.mesh.size_of(Axis.CP) > 1 else analysis
+    if plan.sequence_parallel or plan.mesh.size_of(Axis.CP) > 1:
+        analysis = analysis.of_one_row()
     places = _Places(analysis, plan)
     names = argument_names(fn, len(inputs))
     flat = [
