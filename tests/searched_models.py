@@ -140,3 +140,14 @@ def frozen():
 
     params = {"codes": struct(64, 256, dtype=jnp.int8), "w": struct(256, 64)}
     return h, params, (struct(2, 64),)
+
+
+def with_a_number_and_a_key():
+    """Of its inputs only the first is an array with a batch."""
+
+    def fn(params, x, scale, key):
+        return scale * (x @ params["up"] + jax.random.normal(key, (len(x), PERCEPTRON[1])))
+
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    x = struct(2, PERCEPTRON[0], dtype=jnp.float32)
+    return fn, {"up": struct(*PERCEPTRON, dtype=jnp.float32)}, (x, 0.5, key)

@@ -3,6 +3,8 @@
 A row is a call and the code of its error. Rows are cheap: tiny trees, shapes where shapes will do.
 """
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -33,6 +35,7 @@ class Anything:
 ANYTHING = Anything()
 FOLDER = jaxtp.Checkpoints("never written")
 H100 = "h100:1x8"
+HF = Path(__file__).parent / "fixtures" / "hf" / "llama"
 NO_MESH = [None, 4, 2.5, "tp", [2, 4], (2, 4), {}, [], ANYTHING, TREE, jnp.ones(4), nn.Dense(4), TX]
 NO_SIZE = ["4", None, 2.5, NAN, INF, True, 0, -1, [4], (), {}, b"4", "tp"]
 NO_SPEC = [None, 4, "tp", {"tp": 0}, P(None, 4), P("dp", "dp"), P("nope"), P(None, None, "tp")]
@@ -42,6 +45,11 @@ NO_COUNT = ["8", 8.0, NAN, [8], (8,), True, b"8", {}, ANYTHING]
 NO_INPUTS = [X, jnp.ones(4), "x", 4, {"x": X}, jax.ShapeDtypeStruct((8, 32), "float32"), P()]
 NO_PLAN = ["plan", 4, {}, [], TREE, SIZES, ANYTHING, b"{}"]
 NO_TREE = [None, "params", [], {}, (), {"a": "text"}, {"a": ANYTHING}, [None], {"a": len}]
+NO_RUN = [None, 5, {}, [], TREE, ANYTHING, b"llama3-8b"]
+NO_MODEL = [
+    lambda: TREE["none"], lambda: 3, lambda: (loss, TREE), lambda: (loss, TREE, X),
+    lambda: (loss, TREE, {"x": X}), lambda: jnp.ones(3) @ jnp.ones(4), lambda: 1 / 0,
+]  # fmt: skip
 NO_TX = ["adamw", 4, ANYTHING, [], {}, 0.1, optax.sgd]
 
 
@@ -238,6 +246,15 @@ def table():
             lambda bad=bad: jaxtp.preflight(loss, target=H100, time_limit=bad),
             "TP110",
         )
+    yield from of_search()
+    for bad in (None, 4, ANYTHING, TREE):
+        yield f"quantize {bad!r:.12}", lambda bad=bad: jaxtp.models.quantize(bad, "int8"), "TP020"
+    for bad in (5, b"adapter", [], "a\0"):
+        yield (
+            f"adapter {bad!r}",
+            lambda bad=bad: jaxtp.load_hf(HF, mesh(), adapter=bad),
+            "TP132",
+        )
     for bad in (-1, NAN, INF, None, "60"):
         yield f"watchdog {bad!r}", lambda bad=bad: jaxtp.watchdog(bad), "TP020"
     for bad in (None, 4, "x", [], X):
@@ -307,6 +324,31 @@ def table():
     yield "an axis that does nothing", lambda: plan(sizes={"x": 2, "tp": 4}, strict=True), "TP011"
     for bad in ("no-such-file.json", "/proc/nope"):
         yield f"tree file {bad}", lambda b=bad: jaxtp.load_tree(b), "TP132"
+
+
+def search(run="llama-tiny", **asked):
+    return jaxtp.search(run, **{"batch": 8, "compile_best": 0, **asked})
+
+
+def of_search():
+    """The same for the search for a mesh, of presets and of models that a function returns."""
+    for bad in NO_RUN:
+        yield f"a search for {bad!r:.12}", lambda bad=bad: search(bad), "TP132"
+    for name in ("batch", "seq", "limit", "compile_best"):
+        for bad in (-5, "8", 2.5, None, True, [8]):
+            yield f"search {name}={bad!r}", lambda n=name, b=bad: search(**{n: b}), "TP132"
+    yield "a table without rows", lambda: search(limit=0), "TP132"
+    yield "a batch of a function", lambda: search(lambda: (loss, TREE, (X,)), batch="8"), "TP132"
+    for bad in (-1, NAN, INF, None, "100gbps"):
+        yield f"search network={bad!r}", lambda bad=bad: search(network=bad), "TP132"
+    for bad in (["mesh.tp"], "mesh.tp", 4, [], {4: 2}, {"mesh.tp": None}):
+        yield f"search fixed={bad!r}", lambda bad=bad: search(fixed=bad), "TP132"
+    for i, bad in enumerate(NO_MODEL):
+        yield f"no model {i}", lambda bad=bad: search(bad), "TP132"
+    for bad in ("text", ANYTHING, len):
+        yield f"input {bad!r:.12}", lambda bad=bad: search(lambda: (loss, TREE, (X, bad))), "TP046"
+    for bad in (None, {}, {"up": "text"}):
+        yield f"a model of {bad!r}", lambda bad=bad: search(lambda: (loss, bad, (X,))), "TP046"
 
 
 ROWS = {what: (call, code) for what, call, code in table()}

@@ -1,9 +1,11 @@
 """The command line on real listings."""
 
 import json
+import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +14,11 @@ import pytest
 import jaxtp
 from jaxtp.cli import commands
 from jaxtp.cli.commands import main
+from jaxtp.config.named_files import check_writable
 from jaxtp.errors import BadUsage
+
+PRICED = ["search", "llama-tiny", "--batch", "8", "--compiled", "0"]
+COMPILED = ["preflight", "--model", "llama-tiny", "--tp", "2"]
 
 
 @pytest.fixture
@@ -80,13 +86,19 @@ def test_explain_names_the_lines_of_anybodys_function(tmp_path, monkeypatch, cap
         "    return forward, params, (shape(2, 8, 64),)\n"
         "def broken():\n"
         "    return 3\n"
+        "def raises():\n"
+        "    return {}['nothing']\n"
     )
     monkeypatch.chdir(tmp_path)
     main(["explain", "mine:model", "both"])
     out = capsys.readouterr().out
     assert "a product sums over 64 at mine.py:3 (forward)" in out
     assert "contracted with `down` at mine.py:4 (forward)" in out
-    for wrong, why in (("mine:broken", "int"), ("mine:none", "'none'"), ("nobody:f", "nobody")):
+    (tmp_path / "torn.py").write_text("def model(:\n")
+    mistakes = {"mine:broken": "int", "mine:none": "'none'", "nobody:f": "nobody"}
+    mistakes |= {"mine:raises": f"KeyError: 'nothing' ({tmp_path / 'mine.py'}:12)"}
+    mistakes |= {"torn:model": "SyntaxError: invalid syntax (torn.py, line 1)"}
+    for wrong, why in mistakes.items():
         with pytest.raises(SystemExit):
             main(["plan", wrong])
         error = capsys.readouterr().err
@@ -111,9 +123,27 @@ def test_errors_prints_a_page_or_the_list(capsys):
         (["explain", "LISTING", "attn/x"], "TP045 at attn/x"),
         (["plan", "LISTING", "--tp", "0"], "TP010"),
         (["plan", "LISTING", "--policy", "nonsense"], "TP020 at policy"),
+        ([*PRICED, "--seq", "-5"], "TP132 at seq: seq is -5"),
+        ([*PRICED, "--batch", "-5"], "TP132 at batch: batch is -5"),
+        ([*PRICED, "--limit", "0"], "TP132 at limit"),
+        ([*PRICED, "--compiled", "-1"], "TP132 at compile_best"),
+        ([*PRICED, "--network", "1.2.3gbps"], "TP132 at network"),
+        ([*PRICED, "--network", "0gbps"], "TP132 at network"),
+        ([*PRICED, "--html", "no/such/folder/page"], "TP132 at no/such/folder/page"),
+        ([*PRICED, "--write", "/"], "TP132 at /"),
+        ([*PRICED, "--generate", "--limit", "3"], "TP132 at generate"),
+        (["search", "llama-tiny", "--generate", "--compiled", "-1"], "TP132 at compile_best"),
+        (["search", "nobody:f", "--write", "b.toml"], "TP132 at write: b.toml would hold a module"),
+        ([*COMPILED, "--quantize", "int8"], "TP132 at quantize: --quantize without --generate"),
+        ([*COMPILED, "--context", "4096"], "TP132 at context: --context without --generate"),
+        ([*COMPILED, "--new-tokens", "8"], "TP132 at new_tokens: --new-tokens without"),
+        ([*COMPILED, "--generate", "--seq", "64"], "TP132 at generate"),
+        ([*COMPILED, "--html", "no/such/folder/page"], "TP132 at no/such/folder/page"),
+        (["generate", "no/model", "--prompt", "a", "--out", "no/such/a"], "TP132 at no/such/a"),
     ],
 )
-def test_mistakes_give_a_code_and_exit_2(args, text, listing, capsys):
+def test_mistakes_give_a_code_and_exit_2(args, text, listing, capsys, monkeypatch):
+    monkeypatch.chdir(Path(listing).parent)
     with pytest.raises(SystemExit) as exit_:
         main([listing if a == "LISTING" else a for a in args])
     assert exit_.value.code == 2
@@ -144,6 +174,33 @@ def test_a_reader_that_goes_ends_it_without_a_traceback(listing):
         run.stdout.close()
         assert run.stderr.read() == ""
     assert run.returncode == 141
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])  # noticed at the end, or as it is printed
+def test_output_that_is_not_taken_is_said_without_a_traceback(unbuffered):
+    command = [sys.executable, "-c", "from jaxtp.cli.commands import main; main()"]
+    with open("/dev/full", "w") as full:
+        run = subprocess.run(
+            [*command, "errors"],
+            env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert run.stderr.startswith("TP132 at standard output: cannot write it: No space left")
+    assert "Traceback" not in run.stderr
+    assert run.returncode == BadUsage.exit_code
+
+
+def test_a_file_is_as_it_was_after_a_look_at_it(tmp_path):
+    there, new = tmp_path / "there", tmp_path / "new"
+    there.write_text("text")
+    check_writable(there)
+    check_writable(new)
+    assert there.read_text() == "text"
+    assert not new.exists()
+    os.mkfifo(tmp_path / "pipe")
+    check_writable(tmp_path / "pipe")
 
 
 def test_interrupted(monkeypatch):

@@ -9,7 +9,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import tyro
 
@@ -47,7 +47,8 @@ def command(name: str) -> Callable[..., Any]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs a command; a coded error goes to standard error, and the exit code is the error's.
 
-    Interrupted it ends with 130, and with 141 where nobody reads on, as other tools do.
+    Interrupted it ends with 130, and with 141 where nobody reads on, as other tools do. Standard
+    output that takes no more, as on a full disk, is a coded error too.
     """
     args = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -56,17 +57,40 @@ def main(argv: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:  # whoever read this has gone, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _print_no_more()
         sys.exit(141)
     except JaxtpError as err:
-        # A run with several processes tells the others; only then is the module loaded.
-        faults = sys.modules.get("jaxtp.processes.faults")
-        if faults is not None:
-            faults.exit_with(err)
-        print(err, file=sys.stderr)
-        sys.exit(err.exit_code)
+        _exit_with(err)
+    except OSError:
+        # Of a file, or of standard output? That takes one line more, or is the one that failed.
+        try:
+            print(flush=True)
+        except OSError as err:
+            _print_no_more()
+            _exit_with(
+                BadUsage(
+                    f"cannot write it: {err.strerror}",
+                    where="standard output",
+                    fix="send it to a disk with room, or to a terminal",
+                )
+            )
+        raise
     if code:
         sys.exit(code)
+
+
+def _exit_with(err: JaxtpError) -> NoReturn:
+    # A run with several processes tells the others; only then is the module loaded.
+    faults = sys.modules.get("jaxtp.processes.faults")
+    if faults is not None:
+        faults.exit_with(err)
+    print(err, file=sys.stderr)
+    sys.exit(err.exit_code)
+
+
+def _print_no_more() -> None:
+    """Python would try once more at the end, and fail with a traceback."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(args: Sequence[str]) -> int:

@@ -12,7 +12,7 @@ import jax
 import jax.monitoring
 import tyro
 
-from jaxtp.config.named_files import write_text
+from jaxtp.config.named_files import check_writable, write_text
 from jaxtp.errors import BadPrompt, BadUsage
 from jaxtp.generation.run import Answer, check_prompts
 from jaxtp.generation.run import generate as answer
@@ -25,6 +25,7 @@ from jaxtp.mesh.build import make_mesh
 from jaxtp.processes.startup import initialize
 
 Unset = Annotated[float | None, tyro.conf.arg(help_behavior_hint="(default: the folder's)")]
+UnsetCount = Annotated[int | None, tyro.conf.arg(help_behavior_hint="(default: the folder's)")]
 
 
 def generate(
@@ -37,9 +38,7 @@ def generate(
     dp: int = 1,
     max_new_tokens: int = 128,
     temperature: Unset = None,
-    top_k: Annotated[
-        int | None, tyro.conf.arg(help_behavior_hint="(default: the folder's)")
-    ] = None,
+    top_k: UnsetCount = None,
     top_p: Unset = None,
     min_p: Unset = None,
     stop: tuple[str, ...] = (),
@@ -76,6 +75,8 @@ def generate(
         dtype: Type of weights and activations; by default that of the files.
         quantize: Kernels as integers of so many bits, a scale for each output.
     """
+    if out is not None:
+        check_writable(out)
     tokenizer = Tokenizer(folder)
     fields = read_json(folder / CONFIG)
     config = read_fields(fields, str(folder / CONFIG))

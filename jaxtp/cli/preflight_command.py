@@ -9,6 +9,7 @@ import tyro
 
 from jaxtp.cli.progress import seconds_line
 from jaxtp.config.files import load
+from jaxtp.config.named_files import check_writable
 from jaxtp.config.presets import preset
 from jaxtp.config.settings import Communication, Config
 from jaxtp.errors import BadUsage
@@ -18,6 +19,8 @@ from jaxtp.inspect.pages import see_tp_plan
 from jaxtp.train.preflight import preflight_config
 
 AS_USUAL = Communication()
+NEW_TOKENS, CONTEXT = 256, 8192
+"""Tokens of an answer, and of a prompt and its answer, unless said otherwise."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,8 +72,8 @@ def preflight(
     optimizer: str = "adamw",
     communication: Communication = AS_USUAL,
     generate: bool = False,
-    context: int = 8192,
-    new_tokens: int = 256,
+    context: int = CONTEXT,
+    new_tokens: int = NEW_TOKENS,
     quantize: Literal["none", "int8", "int4"] = "none",
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
     html: Annotated[str, tyro.conf.arg(aliases=("--page",))] = "",
@@ -103,12 +106,15 @@ def preflight(
         html: Also write a page with a heat map and the schedule as a timeline.
         time_limit: Seconds that the compiler may take.
     """
+    sizes = PresetSizes(tp, batch, seq, layers, remat, param_dtype, attention, optimizer)
     if generate:
-        if config or not model or html:
+        usual = (PresetSizes(tp=tp, batch=batch, layers=layers), AS_USUAL)
+        if config or not model or html or (sizes, communication) != usual:
             raise BadUsage(
-                "generation is compiled for a preset, and has no page",
+                "generation is compiled for a preset of these sizes, and has no page",
+                where="generate",
                 fix="jaxtp preflight --generate --model llama3-70b --tp 8 --batch 16 --context "
-                "8192 --target h200:1x8",
+                "8192 --target h200:1x8, and --new-tokens, --layers, --quantize",
             )
         work = Workload(
             model=model,
@@ -119,18 +125,16 @@ def preflight(
             layers=layers,
             quantize=quantize,
         )
-        with seconds_line(f"compiling {model}") as show:
-            found = preflight_generation(
-                work, target or "h100:1x8", time_limit=time_limit, on_progress=show
-            )
-        print(found.to_json() if as_json else found)
+        _generation(work, target or "h100:1x8", time_limit, as_json=as_json)
         return
-    sizes = PresetSizes(tp, batch, seq, layers, remat, param_dtype, attention, optimizer)
+    _refuse_of_generation(context=context, new_tokens=new_tokens, quantize=quantize)
     if bool(config) == bool(model) or (config and (sizes, communication) != USUAL):
         raise BadUsage(
             "a preset with its sizes, or a config file that has them",
             fix="jaxtp preflight CONFIG --target TARGET, or jaxtp preflight --model MODEL --tp 8",
         )
+    if html:
+        check_writable(html)
     run = _read(config) if config else sizes.run(model, communication)
     run = dataclasses.replace(run, target=target or run.target or "h100:1x8")
     with seconds_line(f"compiling {config or model}") as show:
@@ -140,6 +144,32 @@ def preflight(
     if plan.stages and not as_json:
         print(f"stages        {plan.stages}")
     print(report.to_json() if as_json else report)
+
+
+def _generation(work: Workload, target: str, time_limit: float, *, as_json: bool) -> None:
+    with seconds_line(f"compiling {work.model}") as show:
+        found = preflight_generation(work, target, time_limit=time_limit, on_progress=show)
+    print(found.to_json() if as_json else found)
+
+
+def _refuse_of_generation(*, context: int, new_tokens: int, quantize: str) -> None:
+    """Refuses what a train step does not have.
+
+    Raises:
+        BadUsage: TP132, for flags that only mean something with `--generate`.
+    """
+    changed = {
+        "--quantize": (quantize != "none", "training has float kernels"),
+        "--context": (context != CONTEXT, "training has --seq"),
+        "--new-tokens": (new_tokens != NEW_TOKENS, "training answers nothing"),
+    }
+    for flag, (given, why) in changed.items():
+        if given:
+            raise BadUsage(
+                f"{flag} without --generate",
+                where=flag.removeprefix("--").replace("-", "_"),
+                fix=f"--generate; {why}",
+            )
 
 
 def _read(path: str) -> Config:

@@ -13,7 +13,7 @@ import tyro
 from rich.console import Console
 
 from jaxtp.config.files import load
-from jaxtp.config.named_files import write_text
+from jaxtp.config.named_files import check_writable, write_text
 from jaxtp.config.settings import Config
 from jaxtp.config.write import to_toml
 from jaxtp.cost.candidates import describe_fields
@@ -30,6 +30,9 @@ from jaxtp.train.mesh_search import search as run_search
 from jaxtp.train.own_script import script
 from jaxtp.train.search_result import Search
 
+LIMIT = 12
+"""Meshes that are printed, unless said otherwise."""
+
 MOST_GPUS = 4096
 """Where the search for a machine ends without `max_gpus`."""
 
@@ -41,7 +44,7 @@ def search(
     batch: int = 0,
     seq: int = 0,
     fix: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = (),
-    limit: int = 12,
+    limit: int = LIMIT,
     compiled: int = 3,
     network: str = "",
     max_gpus: int = 0,
@@ -79,12 +82,16 @@ def search(
     """
     if generate:
         others = (fix, network, max_gpus, tokens_per_day, largest, write, html, as_json)
+        others = (*others, limit != LIMIT)
         _generation(model, target, batch, seq, compiled, time_limit, any(others))
         return
     fixed = _fixed(fix)
+    for file in filter(None, (html, write)):
+        check_writable(file)
     run: Config | str = _named(model)
     if isinstance(run, str) and is_model_function(run):
         _refuse_sizes(model, seq, max_gpus, tokens_per_day, largest)
+        _check_module(model, write)
     else:
         run = run_of(run, target=target, batch=batch, seq=seq)
         target, batch = "", 0
@@ -112,7 +119,7 @@ def search(
         write_text(html, _page(result))
         print(f"wrote {html}", file=sys.stderr)
     if write:
-        write_text(write, _written(result, Path(write)))
+        write_text(write, _written(result, write))
         print(f"wrote {write}: {mesh_text(result.best.candidate)}", file=sys.stderr)
 
 
@@ -176,22 +183,27 @@ def _refuse_sizes(
         )
 
 
-def _written(result: Search, file: Path) -> str:
-    """The best mesh as text: a config, or a module for a model that has none.
+def _check_module(model: str, write: str) -> None:
+    """Refuses a module that would not be called one.
 
     Raises:
-        BadUsage: TP132, for a module that would not be called one.
+        BadUsage: TP132, for a file to write with another suffix.
     """
+    if write and Path(write).suffix != ".py":
+        raise BadUsage(
+            f"{write} would hold a module: {model} has no config",
+            where="write",
+            fix=f"--write {Path(write).with_suffix('.py')}",
+        )
+
+
+def _written(result: Search, write: str) -> str:
+    """The best mesh as text: a config, or a module for a model that has none."""
     best = result.best
     if best.config is not None:
         return to_toml(best.config)
-    if file.suffix != ".py":
-        raise BadUsage(
-            f"{file} would hold a module: {result.model} has no config",
-            where="write",
-            fix=f"--write {file.with_suffix('.py')}",
-        )
-    return script(result.model, str(result.target), result.batch, best.candidate, file.name)
+    name = Path(write).name
+    return script(result.model, str(result.target), result.batch, best.candidate, name)
 
 
 def _fixed(texts: Sequence[str]) -> dict[str, str]:
@@ -212,10 +224,12 @@ def _bytes_per_second(text: str) -> float:
     Raises:
         BadUsage: TP132, for anything else.
     """
-    found = re.fullmatch(r"([0-9.]+) *gbps", text.lower())
-    if text and not found:
+    if not text:
+        return 0.0
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) *gbps", text.lower())
+    if not found or not float(found[1]):
         raise BadUsage(f"{text!r} is no bandwidth", where="network", fix="--network 100gbps")
-    return float(found[1]) * 1e9 / 8 if found else 0.0
+    return float(found[1]) * 1e9 / 8
 
 
 def _page(result: Search) -> str:

@@ -122,6 +122,7 @@ def _schedule(value: str) -> Settings:
 
 
 _XLA_BUFFERS = _instead("XLA plans buffers at compile time")
+_FLOAT_KERNELS = _not("training has float kernels; integers are for generation, load_hf(quantize=)")
 _XLA_ORDER = _instead("XLA schedules collectives; see --communication.overlap")
 _MESSAGES = _instead("messages are combined up to --communication.gradient_fusion bytes")
 _PREFETCH = _instead("XLA decides how far ahead the next layer is gathered")
@@ -266,14 +267,14 @@ TABLE: Mapping[str, Key] = {
     "disable_allgather": _XLA_ORDER,
     "sparse_gradients": _not("JAX gradients are dense"),
     "sparse_attention": _not("give the model another attention"),
-    "elasticity": _not("restart with other sizes; checkpoints restore onto any mesh"),
-    "autotuning": _not("sizes are not searched here"),
-    "compression_training": _not("jaxtp does not compress models"),
-    "quantize_training": _not("jaxtp does not compress models"),
+    "elasticity": _not("--faults.elastic continues on fewer processes by itself"),
+    "autotuning": _not("`jaxtp search` finds mesh, ZeRO stage and micro-batch before the run"),
+    "compression_training": _FLOAT_KERNELS,
+    "quantize_training": _FLOAT_KERNELS,
     "data_efficiency": _not("prepare the data before the run"),
     "curriculum_learning": _not("prepare the data before the run"),
     "progressive_layer_drop": _not("every layer runs"),
-    "eigenvalue": _not("jaxtp does not compress models"),
+    "eigenvalue": _FLOAT_KERNELS,
     "pipeline.stages": _to("mesh.pp", int),
     "pipeline.partition": _instead("layers are assigned by --pipeline.load_balance"),
     "pipeline.seed_layers": _instead("--seed makes every parameter"),
@@ -281,7 +282,9 @@ TABLE: Mapping[str, Key] = {
     "pipeline.pipe_partitioned": _BOUNDARY,
     "pipeline.grad_partitioned": _BOUNDARY,
     "aio": _not("nothing is offloaded to disks"),
-    "hybrid_engine": _not("this is for training only"),
+    "hybrid_engine": _not(
+        "`jaxtp.generate` answers with training's own arrays; see docs/generate.md"
+    ),
 }
 """DeepSpeed key -> what it means here."""
 

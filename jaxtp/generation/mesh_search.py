@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from jaxtp.errors import BadTarget, DoesNotFit, JaxtpError
+from jaxtp.errors import BadTarget, BadUsage, DoesNotFit, JaxtpError
 from jaxtp.generation.preflight import (
     GenerationReport,
     cache_bytes,
@@ -133,7 +133,12 @@ def search_generation(
     Raises:
         BadTarget: TP116, if no split divides the rows, or for a malformed target.
         BadConfig: TP020, for an unknown model.
+        BadUsage: TP132, for fewer than none to compile.
     """
+    if compile_best < 0:
+        raise BadUsage(
+            f"compile_best is {compile_best}", where="compile_best", fix="splits, 0 or more"
+        )
     machine = target if isinstance(target, Target) else Target.parse(target)
     rows = _priced(workload, machine)
     if not rows:

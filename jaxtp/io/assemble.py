@@ -146,7 +146,6 @@ def _zeros(shape: tuple[int, ...], dtype: str, sharding: NamedSharding) -> Calla
 
 
 @functools.cache
-@functools.cache
 def _filler(
     shape: tuple[int, ...],
     dtype: str,

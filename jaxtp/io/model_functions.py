@@ -3,11 +3,16 @@
 import dataclasses
 import importlib
 import sys
+import sysconfig
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxtp.errors import BadUsage
-from jaxtp.plan.trees import PyTree
+import jax
+import jax.numpy as jnp
+
+from jaxtp.errors import BadUsage, JaxtpError
+from jaxtp.plan.trees import PyTree, as_pytree, flatten, leaves, shape_dtype
 
 RETURNS = "name a function without arguments that returns (fn, params, inputs)"
 
@@ -20,7 +25,7 @@ class OwnModel:
         name: What tables call it.
         fn: `fn(params, *inputs)`, a Linen module, or None where `params` is an `nnx.Module`.
         params: Its parameters: arrays or structs.
-        inputs: What it is traced on.
+        inputs: What it is traced on: trees of arrays or structs.
         entry: "package.module:function" that returns the three in any process; "" if none does.
     """
 
@@ -46,19 +51,60 @@ def own_model(given: str | Callable[[], Any], *, otherwise: str = "") -> OwnMode
         otherwise: What else would do, for the error.
 
     Raises:
-        BadUsage: TP132, if the function cannot be had or does not return three things.
+        BadUsage: TP132, if the function cannot be had, fails, or does not return three things, the
+            last a tuple or list.
+        BadTree: TP046, for parameters or inputs that are no trees of arrays, structs and numbers.
+        JaxtpError: What the function itself raises of jaxtp's errors.
     """
     text = given if isinstance(given, str) else _entry(given)
     sys.path.insert(0, "")  # as `python -m` does
     try:
         fn, params, inputs = (_imported(given) if isinstance(given, str) else given)()
-    except (ImportError, AttributeError, TypeError, ValueError) as err:
+    except JaxtpError:
+        raise
+    except Exception as err:  # whatever their code raises
         fix = f"{RETURNS}; {otherwise}" if otherwise else RETURNS
-        raise BadUsage(f"it gives no model: {err}", where=text or repr(given), fix=fix) from err
+        what = f"it gives no model: {type(err).__name__}: {err}{_line(err)}"
+        raise BadUsage(what, where=text or repr(given), fix=fix) from err
     finally:
         sys.path.remove("")
     name = text or getattr(given, "__name__", "model")
+    _check(params, inputs, name)
+    params, inputs = _as_arrays(params), _as_arrays(inputs)
     return OwnModel(name=name, fn=fn, params=params, inputs=inputs, entry=text)
+
+
+def _line(err: Exception) -> str:
+    """Where their code failed, as ` (file:line)`; "" if none of it ran."""
+    ways_here = (__file__, str(importlib.__file__), "<frozen")
+    frames = traceback.extract_tb(err.__traceback__)
+    frames = [frame for frame in frames if not frame.filename.startswith(ways_here)]
+    # Their own line says more than one of JAX that it ended in.
+    python = sysconfig.get_paths()
+    installed = (python["stdlib"], python["purelib"])
+    own = [frame for frame in frames if not frame.filename.startswith(installed)]
+    return "".join(f" ({frame.filename}:{frame.lineno})" for frame in (own or frames)[-1:])
+
+
+def _check(params: Any, inputs: Any, name: str) -> None:
+    """Refuses what no model is called with, before anything is traced."""
+    if not isinstance(inputs, tuple | list):
+        raise BadUsage(
+            f"its inputs are a {type(inputs).__name__}",
+            where=name,
+            fix="a tuple of the arguments after the parameters: (fn, params, (x,))",
+        )
+    flatten(params)
+    for path, leaf in leaves(inputs):
+        shape_dtype(leaf, f"inputs/{path}")
+
+
+def _as_arrays(tree: PyTree) -> PyTree:
+    """The tree with arrays for its numbers, as all code behind here may ask leaves for a shape."""
+    plain, rebuild = as_pytree(tree)
+    if all(hasattr(leaf, "shape") for leaf in jax.tree.leaves(plain)):
+        return tree
+    return rebuild(jax.tree.map(lambda x: x if hasattr(x, "shape") else jnp.asarray(x), plain))
 
 
 def _imported(text: str) -> Callable[[], Any]:

@@ -99,6 +99,12 @@ class DecoderConfig:
         """Whether the cache has one latent a token, of which keys and values are made."""
         return False
 
+    @property
+    def cached_heads(self) -> tuple[int, int]:
+        """Heads that the cache has of a token, and the width of each."""
+        config: Any = self  # families have both as fields or as properties
+        return config.num_key_value_heads, config.head_dim
+
 
 def residual_init(num_layers: int) -> jax.nn.initializers.Initializer:
     """Initialiser of a row kernel: variance 1/fan_in over the number of row products.

@@ -35,9 +35,15 @@ def quantize(model: Any, kind: str) -> Any:
             The largest of an output is 127.5 or 7.5 scales.
 
     Raises:
-        BadConfig: TP020, if qwix is not installed, for another kind, a model that is quantised, or
-            one with experts or latent attention, whose kernels are no plain maps.
+        BadConfig: TP020, if qwix is not installed, for another kind, what is no model of jaxtp, one
+            that is quantised, or has experts or latent attention, whose kernels are no plain maps.
     """
+    if not hasattr(getattr(model, "config", None), "caches_latents"):
+        raise BadConfig(
+            f"a {type(model).__name__} is no model of jaxtp",
+            where="model",
+            fix="what models.build or load_hf returns",
+        )
     check_kind(model.config, kind)
     if is_quantized(model.config):
         raise BadConfig(

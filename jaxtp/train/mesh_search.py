@@ -13,7 +13,7 @@ from jaxtp.cost.strategy import AXES, ModelSizes, Strategy
 from jaxtp.errors import BadUsage
 from jaxtp.hardware.gpus import Target
 from jaxtp.io.model_functions import is_model_function, own_model
-from jaxtp.mesh.axes import Axis
+from jaxtp.mesh.axes import Axis, is_count
 from jaxtp.models import LlamaConfig
 from jaxtp.train.mesh_advice import Pricing
 from jaxtp.train.own_search import search_own
@@ -24,11 +24,32 @@ from jaxtp.train.search_result import (
     Asked,
     Found,
     Search,
+    checked_fixed,
     compiled_rows,
     fixed_fields,
     machine_of,
     rows_of,
 )
+
+
+def check_sizes(batch: int, seq: int) -> None:
+    """Refuses what is no size of a batch.
+
+    Raises:
+        BadUsage: TP132, for what is no whole number, 0 or more.
+    """
+    if not is_count(batch) or batch < 0:
+        raise BadUsage(
+            f"batch is {batch!r}",
+            where="batch",
+            fix="sequences of the global batch, 1 or more; 0 for the file's",
+        )
+    if not is_count(seq) or seq < 0:
+        raise BadUsage(
+            f"seq is {seq!r}",
+            where="seq",
+            fix="tokens of one sequence, 1 or more; 0 for the file's",
+        )
 
 
 def run_of(run: Config | str, *, target: str = "", batch: int = 0, seq: int = 0) -> Config:
@@ -41,8 +62,9 @@ def run_of(run: Config | str, *, target: str = "", batch: int = 0, seq: int = 0)
         seq: Tokens of one sequence, instead of the settings'.
 
     Raises:
-        BadUsage: TP132, without a batch.
+        BadUsage: TP132, without a batch, or for what is none.
     """
+    check_sizes(batch, seq)
     config = preset(run) if isinstance(run, str) else run
     # Mesh, accumulation and stages are what is searched; of a preset the batch is not meant either.
     size = batch or (0 if isinstance(run, str) else config.batch.size)
@@ -92,10 +114,19 @@ def search(
 
     Raises:
         BadTarget: TP116, without a target.
-        BadUsage: TP132, if no candidate is left, or a setting cannot be fixed.
+        BadUsage: TP132, if no candidate is left, a setting cannot be fixed, or an argument is no
+            run, no size or no count.
         BadConfig: TP020, for an unknown model.
     """
     asked = Asked(limit, compile_best, network, time_limit, on_progress)
+    if not isinstance(run, Config | str) and not callable(run):
+        raise BadUsage(
+            f"a {type(run).__name__} is no run",
+            where="run",
+            fix="settings, a preset's name, or a function that returns (fn, params, inputs)",
+        )
+    fixed = checked_fixed(fixed)
+    check_sizes(batch, seq)
     if callable(run) or (isinstance(run, str) and is_model_function(run)):
         if seq:
             raise BadUsage(
@@ -103,7 +134,7 @@ def search(
                 where="seq",
                 fix="other inputs, returned by the function",
             )
-        return search_own(own_model(run), target or "h100:1x8", batch, dict(fixed or {}), asked)
+        return search_own(own_model(run), target or "h100:1x8", batch, fixed, asked)
     config = run_of(run, target=target, batch=batch, seq=seq)
     machine, model_config = machine_of(config.target, network), model_of(config)
     sizes = sizes_of(model_config, config.seq_len)
@@ -111,7 +142,7 @@ def search(
         sizes,
         machine.num_devices,
         config.batch.size,
-        fixed=fixed_fields(fixed or {}),
+        fixed=fixed_fields(fixed),
         domain=wires_of(machine).domain,
         interleaves=isinstance(model_config, LlamaConfig),
     )

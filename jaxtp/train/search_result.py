@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from jaxtp.cost.ranking import EQUAL_WITHIN, EXPECTED_ERROR, Candidate, Ranking
 from jaxtp.errors import BadUsage, DoesNotFit, JaxtpError, join
 from jaxtp.hardware.gpus import Target
 from jaxtp.hardware.links import GIB
+from jaxtp.mesh.axes import is_count
 from jaxtp.train.mesh_advice import Pricing, advice, mesh_text
 
 OWN_SETTINGS = ("mesh.dp", "mesh.fsdp", "mesh.tp", "batch.accumulation", "zero.stage")
@@ -25,13 +27,27 @@ transformer, given as functions, against `jaxtp.preflight` (docs/choosing-a-mesh
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Asked:
-    """What a search is asked for, whatever the model; fields as the arguments of `search`."""
+    """What a search is asked for, whatever the model; fields as the arguments of `search`.
+
+    Raises:
+        BadUsage: TP132, for what is no count, or no bandwidth.
+    """
 
     limit: int
     compile_best: int
     network: float
     time_limit: float
     on_progress: Callable[[str, float], None]
+
+    def __post_init__(self) -> None:
+        for name, least in (("limit", 1), ("compile_best", 0)):
+            if not is_count(value := getattr(self, name)) or value < least:
+                raise BadUsage(f"{name} is {value!r}", where=name, fix=f"meshes, {least} or more")
+        number: Any = self.network
+        if not isinstance(number, int | float) or not 0 <= number < math.inf:
+            raise BadUsage(
+                f"network is {number!r}", where="network", fix="bytes/s; 0 for the data sheet's"
+            )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,6 +192,19 @@ def compiled_rows(
         row = dataclasses.replace(row, report=report)
         (done if report.fits else lost).append(row)
     return [*done, *rows[len(done) + len(lost) :], *lost]
+
+
+def checked_fixed(fixed: Any) -> dict[str, Any]:
+    """Fixed settings by name; none for None.
+
+    Raises:
+        BadUsage: TP132, for what is no mapping.
+    """
+    if not isinstance(fixed, Mapping | None):
+        raise BadUsage(
+            f"a {type(fixed).__name__} fixes nothing", where="fixed", fix='{"mesh.tp": 8}'
+        )
+    return {str(name): value for name, value in (fixed or {}).items()}
 
 
 def fixed_fields(

@@ -93,9 +93,11 @@ def load_hf(
         UnsupportedModel: TP096, if the config asks for something that our models do not compute.
         BadWeights: TP095, if files are damaged, or hold other tensors than the config asks for.
         BadConfig: TP020, for a model that is not quantised, or if qwix is not installed.
+        BadUsage: TP132, for what names no folder.
         JaxtpError: whatever `make_plan` and `jaxtp.shard` raise.
     """
     folder = as_folder(folder)
+    adapter = None if adapter is None else as_folder(adapter, "adapter")
     fields = read_json(folder / CONFIG)
     config = read_fields(fields, str(folder / CONFIG))
     if quantize != "none":
@@ -116,7 +118,7 @@ def load_hf(
     names = family_of(fields, str(folder / CONFIG))[1].names
     sources = _match(model, names, stored, folder, any_float=param_dtype is not None)
     if adapter is not None:
-        sources |= adapter_sources(model, names, Path(adapter))
+        sources |= adapter_sources(model, names, adapter)
     if quantize != "none":
         config, stacked = dataclasses.replace(config, quantize=quantize), model
         model = abstract(config)

@@ -43,11 +43,6 @@ class GPTConfig(DecoderConfig):
         return self.num_attention_heads
 
     @property
-    def cached_heads(self) -> tuple[int, int]:
-        """Heads that the cache has of a token, and the width of each."""
-        return self.num_key_value_heads, self.head_dim
-
-    @property
     def intermediate_size(self) -> int:
         """Width of the MLP: four times the hidden size."""
         return 4 * self.hidden_size
