@@ -20,7 +20,7 @@ NOTHING = -1e30
 """The `lse` of no keys: finite, so that differences of it are."""
 
 LARGEST = 1024
-"""Queries and keys of one tile, at most; scores exist of one tile at a time. Any length is cut into
+"""Queries and keys of one tile, at most; scores exist of one tile at a time. Any length comes in
 as few tiles as that allows."""
 
 
