@@ -212,6 +212,49 @@ def jaxtp_model():
     return Mlp(nnx.Rngs(0))
 
 
+def test_the_state_of_a_module_changes_as_in_a_plain_call():
+    class Noisy(nnx.Module):
+        def __init__(self, rngs):
+            self.up, self.down = nnx.Linear(16, 64, rngs=rngs), nnx.Linear(64, 16, rngs=rngs)
+            self.norm, self.drop = nnx.BatchNorm(16, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+
+        def __call__(self, x):
+            return x + self.down(self.drop(nnx.gelu(self.up(self.norm(x)))))
+
+    def call(model, x):
+        return (model(x) ** 2).mean()
+
+    x = jax.random.normal(jax.random.key(0), (4, 16))
+    mesh = jaxtp.make_mesh(tp=8)
+    plan = jaxtp.make_plan(Noisy(nnx.Rngs(0)), mesh, inputs=(x,))
+    for wrap in (lambda fn: fn, nnx.jit, nnx.value_and_grad):
+        mine, theirs = Noisy(nnx.Rngs(0)), Noisy(nnx.Rngs(0))
+        placed, plain = wrap(parallelize(call, plan, mesh)), wrap(call)
+        got, want = (
+            [fn(model, x) for _ in range(2)] for fn, model in ((placed, mine), (plain, theirs))
+        )
+        same(got, want)
+        same(nnx.state(mine, nnx.BatchStat), nnx.state(theirs, nnx.BatchStat))
+        assert mine.drop.rngs.count[...] == theirs.drop.rngs.count[...] > 0
+
+
+def test_what_is_new_in_a_module_is_said():
+    class Sown(nnx.Module):
+        def __init__(self, rngs):
+            self.a = nnx.Linear(16, 64, rngs=rngs)
+
+        def __call__(self, x):
+            self.seen = nnx.Intermediate(x.sum())
+            return self.a(x)
+
+    model, x = Sown(nnx.Rngs(0)), jnp.ones((4, 16))
+    mesh = jaxtp.make_mesh(tp=8)
+    fn = parallelize(lambda m, x: m(x), jaxtp.make_plan(model, mesh), mesh)
+    with pytest.warns(JaxtpWarning, match="does not keep seen") as said:
+        fn(model, x), fn(model, x)
+    assert len(said) == 1
+
+
 def test_nothing_is_added_where_the_plan_has_nothing_to_say():
     model = jaxtp_model()
     x = jnp.ones((4, 8, 16))
@@ -409,6 +452,11 @@ def test_arrays_of_explicit_meshes_beside_placed_ones(jitted):
     placed = jaxtp.shard(params, explicit, plan=plan)
     want = jax.value_and_grad(loss)(params, x)
     on_explicit = jax.device_put(x, NamedSharding(explicit, P("dp")))
+    masked = parallelize(lambda params, x, *, mask: loss(params, x * mask), plan, explicit)
+    masked = jax.jit(masked) if jitted else masked
+    np.testing.assert_allclose(
+        masked(placed, x, mask=jnp.ones_like(on_explicit)), want[0], bound(64)
+    )
     for batch in (on_explicit, x):
         got = value(placed, batch)
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=bound(64)), got, want)

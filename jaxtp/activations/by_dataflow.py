@@ -22,11 +22,11 @@ from jaxtp.activations.half_batches import on_halves
 from jaxtp.activations.left_alone import Told
 from jaxtp.activations.placer import Placer
 from jaxtp.activations.sequences import check_tokens
-from jaxtp.errors import BadOption, BadTree
+from jaxtp.errors import BadOption, BadTree, join
 from jaxtp.mesh.axes import Axis
 from jaxtp.mesh.build import own_mesh, refuse_explicit_context, without_explicit_axes
 from jaxtp.plan.decisions import Plan, check_plan
-from jaxtp.plan.trees import as_pytree, leaves, shape_dtype
+from jaxtp.plan.trees import as_pytree, leaves, leaves_put, put_leaves, shape_dtype
 from jaxtp.rules.jaxpr import analyse_jaxpr
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -41,13 +41,14 @@ def parallelize(
 ) -> F:
     """`fn` with activation constraints placed by its dataflow.
 
-    It takes and returns what `fn` does and may be jitted, differentiated, vmapped or scanned. It is
-    traced once more each time that it is traced. Where the plan has nothing to say, nothing is
-    added.
+    It takes and returns what `fn` does and may be jitted, differentiated in reverse mode, vmapped
+    or scanned. It is traced once more each time that it is traced. Where the plan has nothing to
+    say, nothing is added.
 
     Args:
         fn: `fn(params, *inputs)`, a pure function; `params` is any tree that `make_plan` takes,
-            such as an `nnx.Module` inside `nnx.jit`.
+            such as an `nnx.Module` inside `nnx.jit`. What it changes in the variables of such a
+            module, random counts or running means, is changed in the caller's.
         plan: Made from these parameters; with `sequence_parallel` the residual stream is split
             along the sequence.
         mesh: The jax Mesh that the parameters were placed with, or an AbstractMesh to compile only;
@@ -89,10 +90,13 @@ def parallelize(
         plain, rebuild = as_pytree(params)
         for leaf in jax.tree.leaves(inputs):
             shape_dtype(leaf)  # refuses what is no array
-        plain, inputs = jax.tree.map(without_explicit_axes, (plain, inputs))
+        plain, inputs, keywords = jax.tree.map(without_explicit_axes, (plain, inputs, keywords))
 
         def pure(tree: Any, *args: Any) -> Any:
-            return fn(rebuild(tree), *args, **keywords)
+            before = jax.tree.map(lambda leaf: leaf, tree)  # rebuilt objects may share its boxes
+            model = rebuild(tree)
+            results = fn(model, *args, **keywords)
+            return results, leaves_put(model, before)
 
         closed, shapes = jax.make_jaxpr(pure, return_shape=True)(plain, *inputs)
         paths = [plan[path].path for path, _ in leaves(plain)]
@@ -102,13 +106,17 @@ def parallelize(
         if plan.mesh.size_of(Axis.CP) > 1:
             check_tokens(analysis, plan)
         placer = Placer(analysis, plan, own_mesh(mesh, plan.mesh))
-        results = None
+        results, notes = None, list[str]()
         if overlap == "aggressive":
-            results = on_halves(placer, pure, closed, paths, (plain, *inputs))
+            given = (plain, *inputs)
+            results, notes = on_halves(placer, pure, closed, paths, given, keywords)
         if results is None:
             given = [*jax.tree.leaves(plain), *placer.inputs(jax.tree.leaves(inputs))]
             results = placer.run(analysis.scope, given)
-        told.tell(placer.left.values(), placer.scores)
-        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+        outputs, changed = jax.tree.unflatten(jax.tree.structure(shapes), results)
+        if changed and (new := put_leaves(params, changed)):
+            notes.append(f"parallelize does not keep {join(new)}, new in the model: make it before")
+        told.tell(placer.left.values(), placer.scores, notes)
+        return outputs
 
     return cast(F, placed)

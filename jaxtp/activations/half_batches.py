@@ -1,8 +1,7 @@
 """Anybody's model on two halves of the batch, as far as rows of the batch are treated alone."""
 
 import functools
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,11 +11,13 @@ from jaxtp.activations.interleaved import Turns, half_of, whole_of
 from jaxtp.activations.left_alone import PRODUCTS, matters
 from jaxtp.activations.placer import FREE, Placer
 from jaxtp.activations.sums_apart import Product
-from jaxtp.errors import JaxtpWarning, NotInterleaved, join
+from jaxtp.errors import NotInterleaved, join
 from jaxtp.mesh.axes import Axis
 from jaxtp.rules.jaxpr import analyse_jaxpr
-from jaxtp.rules.jaxpr.halves import Halves, Lies, MixesBatch, compare
-from jaxtp.rules.jaxpr.walk import Kind, Scope
+from jaxtp.rules.jaxpr.halves import UNKNOWN, Halves, Lies, MixesBatch, compare
+from jaxtp.rules.jaxpr.primitives import PRIMITIVES
+from jaxtp.rules.jaxpr.reentry import checkpoint, inline, scan
+from jaxtp.rules.jaxpr.walk import Kind, Scope, where
 
 
 class HalfPlacer(Placer):
@@ -55,6 +56,13 @@ class HalfPlacer(Placer):
             return False
         return self.enters_region(value)
 
+    def sums(self, scope: Scope, equation: Any) -> bool:
+        """Whether an equation is a product that leaves a region, with a sum over devices."""
+        value = scope.values.get(equation.outvars[0])
+        if equation.primitive.name not in PRODUCTS or value is None or value.product is None:
+            return False
+        return self._sums_region(value)
+
     def place_parts(self, w: Any, dim: int) -> Any:
         """An array whose dim is the devices."""
         entries = [self.plan.mesh.tp if d == dim else FREE for d in range(w.ndim)]
@@ -78,8 +86,11 @@ def on_halves(
     closed: Any,
     paths: Sequence[str],
     args: tuple[Any, ...],
-) -> list[Any] | None:
-    """The results of a function whose halves of the batch take turns; None if they cannot.
+    keywords: Mapping[str, Any],
+) -> tuple[list[Any] | None, list[str]]:
+    """The results of a function whose halves of the batch take turns, and what is to be said.
+
+    There are no results if no halves can take turns.
 
     Args:
         whole: Runs the function on the whole batch.
@@ -87,19 +98,23 @@ def on_halves(
         closed: Its jaxpr.
         paths: Of its parameters.
         args: Parameters and inputs.
+        keywords: What else it is called with, the same for both halves.
     """
     if whole.plan.mesh.ways(whole.plan.mesh.tp) == 1:
-        return None  # nothing to hide
+        return None, []  # nothing to hide
     try:
         _refuse_shards(whole, paths)
         rows, lies = _batch(whole)
-        half, halves = _halves(whole, fn, closed, args, rows, lies)
-        _check(halves, whole.analysis.scope)
+        try:
+            half, halves = _halves(whole, fn, closed, args, rows, lies)
+        except (TypeError, ValueError, MixesBatch) as error:
+            raise _another(error, keywords, rows) from error
+        notes = _check_products(halves, whole.analysis.scope)
+        analysis = analyse_jaxpr(half, paths)
+        placer = HalfPlacer(analysis, whole.plan, whole.mesh)
+        notes += _check_sums(placer, halves)
     except NotInterleaved as error:
-        warnings.warn(str(error), JaxtpWarning, stacklevel=4)
-        return None
-    analysis = analyse_jaxpr(half, paths)
-    placer = HalfPlacer(analysis, whole.plan, whole.mesh)
+        return None, [str(error)]
     flat = jax.tree.leaves(args)
     pairs = [
         tuple(_spread(whole, half_of(x, n), 0) for n in (0, 1)) if where else (x, x)
@@ -107,7 +122,7 @@ def on_halves(
     ]
     _, computed = Turns(placer).both(analysis.scope, halves, pairs)
     whole.left |= placer.left
-    return _rest(whole, halves, flat, computed)
+    return _rest(whole, halves, flat, computed), notes
 
 
 def _refuse_shards(whole: Placer, paths: Sequence[str]) -> None:
@@ -139,7 +154,12 @@ def _batch(whole: Placer) -> tuple[int, list[Lies | None]]:
     inputs = [(v.shape, [analysis.is_batch(dim) for dim in v.dims]) for v in analysis.inputs]
     rows = next((shape[0] for shape, found in inputs if found[:1] == [True]), 0)
     replicas = plan.mesh.ways(plan.mesh.batch)
-    if not rows or rows % (2 * replicas):
+    if not rows:
+        raise NotInterleaved(
+            f"no input leads with rows of the batch (shapes {join(shape for shape, _ in inputs)})",
+            fix=f"inputs (batch, ...), of a batch that is a multiple of {2 * replicas}",
+        )
+    if rows % (2 * replicas):
         raise NotInterleaved(
             f"{rows} sequences on {replicas} replicas do not make two equal halves",
             fix=f"a batch that is a multiple of {2 * replicas}",
@@ -164,17 +184,70 @@ def _halves(
         jax.ShapeDtypeStruct((rows // 2, *x.shape[1:]), x.dtype) if where else x
         for x, where in zip(flat, lies, strict=True)
     ]
-    try:
-        half = jax.make_jaxpr(fn)(*jax.tree.unflatten(tree, smaller))
-        return half, compare(half, closed, lies, rows)
-    except (TypeError, ValueError, MixesBatch) as error:
-        raise NotInterleaved(
-            f"the function is not the same on half of the batch: {str(error).splitlines()[0]}",
-            fix="sizes that follow from the arguments",
-        ) from error
+    half = jax.make_jaxpr(fn)(*jax.tree.unflatten(tree, smaller))
+    return half, compare(half, closed, lies, rows)
 
 
-def _check(halves: Halves, scope: Scope) -> None:
+def _another(error: Exception, keywords: Mapping[str, Any], rows: int) -> NotInterleaved:
+    """What to say of a function that is another one on half of the batch."""
+    whole = [
+        name
+        for name, value in keywords.items()
+        if any(jax.numpy.shape(x)[:1] == (rows,) for x in jax.tree.leaves(value) if _is_array(x))
+    ]
+    fix = "sizes that follow from the arguments"
+    if whole:
+        fix = f"{join(f'`{name}`' for name in whole)} came as a keyword: pass it in order"
+    reason = (str(error) or type(error).__name__).splitlines()[0]
+    return NotInterleaved(f"the function is not the same on half of the batch: {reason}", fix=fix)
+
+
+def _is_array(x: Any) -> bool:
+    return hasattr(x, "shape") and hasattr(x, "dtype")
+
+
+def _check_sums(placer: HalfPlacer, halves: Halves) -> list[str]:
+    """Says which sums over devices stay in one piece; refuses where all of them do.
+
+    Raises:
+        NotInterleaved: TP073, if there is no message that the other half's products could hide.
+    """
+    found = list(_sums(placer, placer.analysis.scope, halves))
+    whole = list(dict.fromkeys(line for is_apart, line in found if not is_apart))
+    tensor = join(placer.plan.mesh.tp)
+    fix = f"heads and widths that all of {tensor} divides, outside of custom derivative rules"
+    if not any(is_apart for is_apart, _ in found):
+        lines = join(whole, 3) or "no product of the halves has one"
+        raise NotInterleaved(f"no sum over {tensor} can be taken apart: {lines}", fix=fix)
+    if not whole:
+        return []
+    what = f"sums over {tensor} that cannot be taken apart: {join(whole, 3)}"
+    return [str(NotInterleaved(what, fix=fix))]
+
+
+def _sums(placer: HalfPlacer, scope: Scope, halves: Halves) -> Iterator[tuple[bool, str]]:
+    """Products of the halves that end in a sum over devices: whether it is apart, and where."""
+    for position, equation in enumerate(scope.jaxpr.eqns):
+        if position in halves.mixing or position in halves.shared:
+            continue
+        line = f"`{equation.primitive.name}` at {where(equation) or UNKNOWN}"
+        row, inside = PRIMITIVES.get(equation.primitive.name), scope.calls.get(position)
+        if inside and row and row.again in (inline, checkpoint, scan):
+            yield from _sums(placer, inside[0], halves.calls[position])
+        elif inside and any(_has_sum(placer, one) for one in inside):
+            yield False, line
+        elif placer.sums(scope, equation):
+            yield placer.apart(scope, equation) is not None, line
+
+
+def _has_sum(placer: HalfPlacer, scope: Scope) -> bool:
+    """Whether a program, or one that it holds, has a product that ends in a sum over devices."""
+    inside = [one for calls in scope.calls.values() for one in calls]
+    own = any(placer.sums(scope, equation) for equation in scope.jaxpr.eqns)
+    return own or any(_has_sum(placer, one) for one in inside)
+
+
+def _check_products(halves: Halves, scope: Scope) -> list[str]:
     """Says which products stay behind; refuses where no product is left.
 
     Raises:
@@ -182,7 +255,7 @@ def _check(halves: Halves, scope: Scope) -> None:
     """
     behind = {n for n in range(len(scope.jaxpr.eqns)) if _multiplies(scope, n)}
     if not behind & set(halves.mixing):
-        return
+        return []
     reasons = list(dict.fromkeys(filter(None, halves.mixing.values())))
     error = NotInterleaved(
         f"rows of the batch meet in {join(reasons, 3)}",
@@ -190,7 +263,7 @@ def _check(halves: Halves, scope: Scope) -> None:
     )
     if behind <= set(halves.mixing):
         raise error
-    warnings.warn(str(error), JaxtpWarning, stacklevel=5)
+    return [str(error)]
 
 
 def _multiplies(scope: Scope, position: int) -> bool:

@@ -243,9 +243,8 @@ class Turns:
         """The outputs, of one array where the batch does not lie in them."""
         results, _ = self.both(scope, halves, [_pair(one) for one in given])
         outs = scope.jaxpr.outvars
-        return [
-            pair if halves.where(v) else pair[:1] for v, pair in zip(outs, results, strict=True)
-        ]
+        joined = [tuple(map(_joined, pair)) for pair in results]  # JAX takes no pieces
+        return [pair if halves.where(v) else pair[:1] for v, pair in zip(outs, joined, strict=True)]
 
     def _scan(
         self, equation: Any, inner: Scope, halves: Halves, given: Sequence[Any]
@@ -278,7 +277,7 @@ def whole_of(pair: Pair, lies: Lies | None, spread: Callable[[Any, int], Any]) -
         spread: Shards a dim of an array along the batch axes, so that nothing moves.
     """
     if lies is None:
-        return pair[0]
+        return _joined(pair[0])
     dim = lies.dim
 
     def by_row(x: Any) -> Any:

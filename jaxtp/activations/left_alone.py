@@ -1,10 +1,9 @@
 """What `parallelize` leaves to XLA, and how it says so: once, with the model's own line."""
 
-import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from jaxtp.errors import JaxtpWarning, join
+from jaxtp.errors import join, warn
 from jaxtp.plan.decisions import Plan
 from jaxtp.rules.jaxpr import Analysis, DimClass
 from jaxtp.rules.jaxpr.walk import Scope
@@ -22,13 +21,17 @@ class Told:
 
     def __init__(self) -> None:
         self._done = False
+        self._notes: set[str] = set()
 
-    def tell(self, left: Iterable[str], scores: Mapping[str, int]) -> None:
+    def tell(
+        self, left: Iterable[str], scores: Mapping[str, int], notes: Sequence[str] = ()
+    ) -> None:
         """Warns of what was left alone, if anything was and nothing has been said yet.
 
         Args:
             left: What, and where.
             scores: Where attention over shared sequences keeps its scores -> bytes per device.
+            notes: Further texts, each of which is a warning of its own.
         """
         left = list(dict.fromkeys(left))
         large = {line: size for line, size in scores.items() if size >= NOTICED_BYTES}
@@ -43,7 +46,11 @@ class Told:
             )
         if said and not self._done:
             self._done = True
-            warnings.warn("; ".join(said), JaxtpWarning, stacklevel=3)
+            warn("; ".join(said))
+        for note in notes:
+            if note not in self._notes:
+                self._notes.add(note)
+                warn(note)
 
 
 def matters(scope: Scope) -> bool:

@@ -6,6 +6,7 @@ import textwrap
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
+from types import FrameType
 from typing import ClassVar
 
 PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
@@ -51,11 +52,16 @@ class JaxtpWarning(UserWarning):
 
 
 def warn(text: str) -> None:
-    """A `JaxtpWarning` that shows the line outside of this package that led to it."""
+    """A `JaxtpWarning` that shows the user's line that led to it, also from inside a transform."""
     frame, level = inspect.currentframe(), 1
-    while frame is not None and frame.f_code.co_filename.startswith(PACKAGE):
+    while frame is not None and _is_library(frame):
         frame, level = frame.f_back, level + 1
     warnings.warn(text, JaxtpWarning, stacklevel=level)
+
+
+def _is_library(frame: FrameType) -> bool:
+    room, _, _ = frame.f_globals.get("__name__", "").partition(".")
+    return frame.f_code.co_filename.startswith(PACKAGE) or room in ("jax", "flax")
 
 
 def join(items: Iterable[object], limit: int = 8) -> str:

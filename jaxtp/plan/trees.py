@@ -126,6 +126,32 @@ def as_pytree(tree: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
     return state, _Merge(graphdef)
 
 
+def leaves_put(tree: PyTree, before: PyTree) -> dict[str, Any]:
+    """The leaves of a tree, by path, that are not those of `before`."""
+    known = dict(leaves(before))
+    return {path: leaf for path, leaf in leaves(tree) if leaf is not known.get(path)}
+
+
+def put_leaves(tree: PyTree, changed: Mapping[str, Any]) -> list[str]:
+    """Puts leaves into the NNX objects of a tree, in place.
+
+    Args:
+        tree: What `as_pytree` takes apart by `nnx.split`.
+        changed: Leaves by path.
+
+    Returns:
+        Paths that the tree does not have.
+    """
+    nnx = sys.modules["flax.nnx"]
+    plain, _ = as_pytree(tree)
+    state = nnx.filter_state(plain, lambda path, _: "/".join(map(str, path)) in changed)
+    if jax.tree.leaves(state):
+        nnx.update(
+            tree, jax.tree_util.tree_map_with_path(lambda path, _: changed[spell(path)], state)
+        )
+    return sorted(changed.keys() - dict(leaves(state)))
+
+
 def parameters(tree: PyTree) -> PyTree:
     """The parameters of a train state; any other tree as it is.
 

@@ -287,6 +287,8 @@ def _reshape(one: Any, two: Any, operands: list[Lies | None], dim: int | None, r
     if lies is None or dim is None or one.params.get("dimensions") is not None:
         raise MixesBatch("rows of the batch meet")
     before, after = two.invars[0].aval.shape, two.outvars[0].aval.shape
+    if not math.prod(after):
+        raise MixesBatch("an array without elements")
     stride = lies.inner * math.prod(before[lies.dim + 1 :])
     inner, rest = divmod(stride, math.prod(after[dim + 1 :]))
     if rest or not inner or after[dim] != rows * inner:
