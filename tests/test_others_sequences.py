@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import importlib
+import math
 import re
 
 import jax
@@ -206,6 +208,59 @@ def test_sequences_that_cannot_be_shared_are_refused(shape, error, said):
     plan = jaxtp.make_plan(params, {"cp": 4, "tp": 2}, fn=fn, inputs=(struct,))
     with pytest.raises(error, match=said):
         jax.eval_shape(parallelize(fn, plan, jaxtp.make_mesh(cp=4, tp=2)), params, struct)
+
+
+@pytest.fixture
+def cudnn(monkeypatch):
+    """JAX asks for cuDNN while tracing; then XLA computes, for want of a GPU."""
+    module = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
+    monkeypatch.setattr(module, "check_cudnn_version", lambda: 91000)
+    monkeypatch.setattr(module, "check_compute_capability", lambda *_: True)
+    fused = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
+    plain = lambda *args, implementation, **rest: fused.func(*args, **rest)  # noqa: E731
+    monkeypatch.setattr(jax.nn, "dot_product_attention", plain)
+    return fused
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"return_residual": True}, "its residual .* fix: without `return_residual`, or without"),
+        ({"is_causal": True, "mask": jnp.ones((1, 1, 8, 8), bool)}, "beside is_causal .* put the"),
+    ],
+    ids=["residual", "mask-beside-causal"],
+)
+def test_calls_of_cudnn_that_are_not_shared_say_what_would_be(cudnn, options, said):
+    def mix(params, h):
+        heads = h[:, :, None].astype(jnp.bfloat16)
+        out = cudnn(heads, heads, heads, **options)
+        return (out[0] if "return_residual" in options else out)[:, :, 0]
+
+    fn, params, _ = stream(mix)
+    x, mesh = jax.ShapeDtypeStruct((2, 8, 16), jnp.float32), jaxtp.make_mesh(dp=4, cp=2, tp=1)
+    plan = jaxtp.make_plan(params, mesh, fn=fn, inputs=(x,))
+    with pytest.raises(IdleDevices, match=f"(?s)TP011 .*{said}"):
+        jax.eval_shape(parallelize(fn, plan, mesh), params, x)
+
+
+def test_keys_of_another_sequence_need_not_divide(cudnn):
+    """8 queries on 2 devices, each with all 7 keys."""
+
+    def fn(params, x, text, attend=cudnn.func):
+        q, kv = ((y @ params["a"])[:, :, None].astype(jnp.bfloat16) for y in (x, text))
+        return ((x + attend(q, kv, kv)[:, :, 0] @ params["c"]) ** 2).sum()
+
+    params = stream(lambda params, h: h)[1]
+    x, text = (jax.random.normal(jax.random.key(i), (2, n, 16)) for i, n in enumerate((8, 7)))
+    mesh, fused = jaxtp.make_mesh(dp=4, cp=2, tp=1), functools.partial(fn, attend=cudnn)
+    plan = jaxtp.make_plan(params, mesh, fn=fused, inputs=(x, text))
+    got = jax.jit(jax.value_and_grad(parallelize(fused, plan, mesh)))(params, x, text)
+    want = jax.value_and_grad(fn)(params, x, text)
+    # On the way to a gradient 4 values are rounded to bfloat16, and 8 on the way back, in both
+    # programs: roundings add up as the root of their number, see `rounding`.
+    most = math.sqrt(2 * 12) * float(jnp.finfo(jnp.bfloat16).eps)
+    for one, two in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert float(jnp.abs(one - two).max()) <= most * float(jnp.abs(two).max())
 
 
 def test_inputs_are_planned_along_their_tokens():

@@ -2,7 +2,8 @@
 
 JAX refuses to partition the call along tokens. A causal one is computed as jaxtp's own models do:
 tokens dealt so that all devices do equal work, keys and values around the devices. One without a
-causal mask is a row block of queries against all keys. A call of another kind is refused.
+causal mask is a row block of queries against all keys, its own or another sequence's. A call of
+another kind is refused.
 """
 
 from collections.abc import Sequence
@@ -25,6 +26,13 @@ from jaxtp.rules.jaxpr.walk import Scope, where
 
 QUERIES, KEYS, VALUES, BIAS, EMPTY = 0, 1, 2, 3, slice(4, None)
 """Operands of the call: an array without elements stands for what is not given."""
+
+RESIDUAL, BESIDE = "its residual", "a mask or bias beside is_causal"
+FIXES = {
+    RESIDUAL: "without `return_residual`",
+    BESIDE: "put the causal part into the mask, without is_causal",
+}
+"""What to do about an obstacle, where it is not a mask as an array."""
 
 
 class FusedAttention:
@@ -52,12 +60,12 @@ class FusedAttention:
             IdleDevices: TP011, for what no device can compute from its own queries.
             SizeMismatch: TP003, if a causal call's tokens do not divide into two pieces a device.
         """
-        if why := _obstacle(kernel, operands):
+        if why := _obstacle(equation, kernel, operands):
             ways = self._plan.mesh.size_of(Axis.CP)
             raise IdleDevices(
                 f"cuDNN's attention with {why} is not shared by {ways} devices along cp",
                 where=where(equation),
-                fix="a mask as an array, or without `implementation`; "
+                fix=f"{FIXES.get(why, 'a mask as an array')}, or without `implementation`; "
                 "or give the devices to dp, fsdp or tp",
             )
         if kernel.params["mask_type"].name == "NO_MASK":
@@ -83,11 +91,15 @@ class FusedAttention:
         batch = shape.batch if q.shape[0] % shape.ways(shape.batch) == 0 else ()
         heads = shape.fit((k.shape[2],))
         tokens = PartitionSpec(batch, axis, heads)
+        # Keys of another sequence, such as a text's, need not divide over cp.
+        are_shared = k.shape[1] % shape.size_of(Axis.CP) == 0
+        others = tokens if are_shared else PartitionSpec(batch, None, heads)
         is_biased = bool(bias.size)
 
         def rows(q: Any, k: Any, v: Any, bias: Any) -> Any:
-            with jax.named_scope(GATHERED):
-                k, v = (jax.lax.all_gather(x, axis, axis=1, tiled=True) for x in (k, v))
+            if are_shared:
+                with jax.named_scope(GATHERED):
+                    k, v = (jax.lax.all_gather(x, axis, axis=1, tiled=True) for x in (k, v))
             return jax.nn.dot_product_attention(
                 q,
                 k,
@@ -105,26 +117,27 @@ class FusedAttention:
         run = jax.shard_map(
             rows,
             mesh=self._mesh,
-            in_specs=(tokens, tokens, tokens, spec),
+            in_specs=(tokens, others, others, spec),
             out_specs=tokens,
             check_vma=False,
         )
         return jax.checkpoint(run)(q, k, operands[VALUES], bias)
 
 
-def _obstacle(kernel: Any, operands: Sequence[Any]) -> str:
+def _obstacle(equation: Any, kernel: Any, operands: Sequence[Any]) -> str:
     """What a call has that is not computed here; "" if nothing."""
     params = kernel.params
     has_bias, trains_bias = params["variadic_args"]
     kind = params["mask_type"].name
     queries, keys = operands[QUERIES].shape, operands[KEYS].shape
     found = {
+        RESIDUAL: len(equation.outvars) > 1,
         "a layout of heads before tokens": params["layout"] != 0,
         "dropout": params["dropout_rate"] > 0,
         "a sliding window": params["sliding_window_length"] is not None,
         "scores of the caller's own": params.get("score_mod") is not None,
         f"the mask {kind}": kind not in ("CAUSAL", "NO_MASK"),
-        "a bias beside the causal mask": has_bias and kind == "CAUSAL",
+        BESIDE: has_bias and kind == "CAUSAL",
         "a bias that is trained": trains_bias,
         "lengths of sequences": any(x.size for x in operands[EMPTY]),
         "queries and keys of different lengths": kind == "CAUSAL" and queries[1] != keys[1],

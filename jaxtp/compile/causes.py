@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 
+from jaxtp.activations.sequences import GATHERED
 from jaxtp.compile.collectives import Collective
 from jaxtp.compile.hlo import Computation, Instruction, Module
 
@@ -20,9 +21,6 @@ _ALL_TO_ALL = (
     "an array changes which of its dims is sharded over AXES: its producer and its user want "
     "different specs"
 )
-MEANT = "jaxtp_keys_and_values"
-"""Scope of the gathers of tokens that `jaxtp.parallelize` places."""
-
 _GATHER = (
     "sharded over AXES and gathered before use: the spec does not fit the product that takes it"
 )
@@ -61,7 +59,7 @@ def unexpected(
         elif (
             one.kind == "all-gather"
             and axes <= tokens
-            and not (is_written(one) or MEANT in one.op_name)
+            and not (is_written(one) or GATHERED in one.op_name)
         ):
             cause = _TOKENS
         elif one.kind == "all-gather" and axes & tensor:
