@@ -108,8 +108,7 @@ def parallelize(
         placer = Placer(analysis, plan, own_mesh(mesh, plan.mesh))
         results, notes = None, list[str]()
         if overlap == "aggressive":
-            given = (plain, *inputs)
-            results, notes = on_halves(placer, pure, closed, paths, given, keywords)
+            results, notes = on_halves(placer, pure, closed, paths, (plain, *inputs), keywords)
         if results is None:
             given = [*jax.tree.leaves(plain), *placer.inputs(jax.tree.leaves(inputs))]
             results = placer.run(analysis.scope, given)

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Literal
 
 from jaxtp.activations.shared_products import Place, WeightProduct
 
@@ -39,6 +40,21 @@ class Pieces:
     def joined(self) -> Any:
         """The value itself."""
         return jnp.concatenate(self.parts, axis=self.dim)
+
+
+def joined(x: Any) -> Any:
+    """A value as one array, if it is in pieces."""
+    return x.joined() if isinstance(x, Pieces) else x
+
+
+def raw_value_of(var: Any, known: Mapping[Any, Any]) -> Any:
+    """What a variable or a literal of a jaxpr holds; pieces stay apart."""
+    return var.val if isinstance(var, Literal) else known[var]
+
+
+def value_of(var: Any, known: Mapping[Any, Any]) -> Any:
+    """What a variable or a literal of a jaxpr holds, pieces put together."""
+    return joined(raw_value_of(var, known))
 
 
 def product_of_piece(

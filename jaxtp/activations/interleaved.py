@@ -11,12 +11,14 @@ transpose is a barrier, so the derivative has the same turns in reverse.
 import dataclasses
 import functools
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.extend import core
 
-from jaxtp.activations.fused_products import Pieces
+from jaxtp.activations.fused_products import joined, raw_value_of, value_of
+from jaxtp.activations.half_placer import HalfPlacer
 from jaxtp.activations.sums_apart import Product
 from jaxtp.rules.jaxpr.halves import Halves, Lies
 from jaxtp.rules.jaxpr.primitives import PRIMITIVES
@@ -26,44 +28,8 @@ from jaxtp.rules.jaxpr.walk import Scope
 Pair = tuple[Any, Any]
 
 
-class Placer(Protocol):
-    """What runs single equations, with constraints."""
-
-    def step(
-        self, scope: Scope, position: int, known: dict[Any, Any], gathered: dict[Any, Any]
-    ) -> None:
-        """Runs one equation."""
-        ...
-
-    def put(
-        self, scope: Scope, equation: Any, results: Sequence[Any], known: dict[Any, Any]
-    ) -> None:
-        """Adds results."""
-        ...
-
-    def apart(self, scope: Scope, equation: Any) -> Product | None:
-        """The product of an equation as one whose sum can be taken apart."""
-        ...
-
-    def enters(self, scope: Scope, equation: Any) -> bool:
-        """Whether an equation is a product that enters a region."""
-        ...
-
-    def place_parts(self, w: Any, dim: int) -> Any:
-        """An array whose dim is the devices."""
-        ...
-
-    def copies(self, scope: Scope, var: Any, x: Any) -> Any:
-        """An entry of an activation for each device."""
-        ...
-
-    def total(self, scope: Scope, equation: Any, parts: Any) -> Any:
-        """The sum over the devices."""
-        ...
-
-
 @dataclasses.dataclass
-class Frame:
+class HalfFrame:
     """A program that a half is inside of."""
 
     scope: Scope
@@ -88,7 +54,7 @@ class Stop:
 
     why: Literal["enter", "leave", "call", "end"]
     arrays: list[Any]
-    frame: Frame | None = None
+    frame: HalfFrame | None = None
     equation: Any = None
 
 
@@ -96,25 +62,25 @@ Run = Generator[Stop, Any, list[Any]]
 
 
 @dataclasses.dataclass
-class Once:
+class SharedResults:
     """Results of equations that have nothing of the batch, by position; both halves use them."""
 
     results: dict[int, list[Any]] = dataclasses.field(default_factory=dict)
-    inside: dict[int, "Once"] = dataclasses.field(default_factory=dict)
+    inside: dict[int, "SharedResults"] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
 class Side:
     """One half on its way."""
 
-    frames: list[Frame] = dataclasses.field(default_factory=list)
+    frames: list[HalfFrame] = dataclasses.field(default_factory=list)
     entered: bool = False  # since the last message
 
 
 class Turns:
     """Runs programs on both halves."""
 
-    def __init__(self, placer: Placer) -> None:
+    def __init__(self, placer: HalfPlacer) -> None:
         self._placer = placer
 
     def both(
@@ -127,7 +93,7 @@ class Turns:
             halves: What of it runs there.
             args: Each input of both halves.
         """
-        once, sides = Once(), (Side(), Side())
+        once, sides = SharedResults(), (Side(), Side())
         runs: list[Run] = []
         tops: list[dict[Any, Any]] = []
         for n, side in enumerate(sides):
@@ -148,20 +114,19 @@ class Turns:
             if stops[me].why == "enter":
                 stops[me] = _next(runs[me])
             if message:
-                assert message.frame is not None
                 (parts,) = message.arrays
-                total = self._placer.total(message.frame.scope, message.equation, parts)
-                stops[other] = _next(runs[other], total)
+                # In its own type: `jnp.sum` would add and send float32.
+                stops[other] = _next(runs[other], jax.lax.reduce_sum(parts, (0,)))
             if any(stop.why != "end" for stop in stops):
                 _barrier(sides, stops)
             me = other
         return list(zip(stops[0].arrays, stops[1].arrays, strict=True)), tops
 
     def _program(
-        self, side: Side, scope: Scope, halves: Halves, known: dict[Any, Any], once: Once
+        self, side: Side, scope: Scope, halves: Halves, known: dict[Any, Any], once: SharedResults
     ) -> Run:
         """One half's way through a program; what mixes the batch is left out."""
-        frame = Frame(scope, halves, known, _last_use(scope))
+        frame = HalfFrame(scope, halves, known, _last_use(scope))
         gathered: dict[Any, Any] = {}
         side.frames.append(frame)
         for position, equation in enumerate(scope.jaxpr.eqns):
@@ -179,13 +144,13 @@ class Turns:
             if again is inline and position in scope.calls:
                 inner = scope.calls[position][0]
                 own = dict(zip(inner.jaxpr.constvars, inner.consts, strict=True))
-                given = [_of(var, known) for var in equation.invars]
+                given = [raw_value_of(var, known) for var in equation.invars]
                 own |= dict(zip(inner.jaxpr.invars, given, strict=True))
-                below = once.inside.setdefault(position, Once())
+                below = once.inside.setdefault(position, SharedResults())
                 results = yield from self._program(side, inner, halves.calls[position], own, below)
                 self._placer.put(scope, equation, results, known)
             elif again in (checkpoint, scan) and position in scope.calls:
-                given = [_joined(_of(var, known)) for var in equation.invars]
+                given = [value_of(var, known) for var in equation.invars]
                 results = yield Stop("call", given, frame, equation)
                 self._placer.put(scope, equation, results, known)
             elif product := self._placer.apart(scope, equation):
@@ -197,24 +162,26 @@ class Turns:
                 self._placer.step(scope, position, known, gathered)
         side.frames.pop()
         if halves.mixing:
-            outputs = [_of(v, known) if _has(v, known) else None for v in scope.jaxpr.outvars]
+            outputs = [
+                raw_value_of(v, known) if _has(v, known) else None for v in scope.jaxpr.outvars
+            ]
         else:
-            outputs = [_of(var, known) for var in scope.jaxpr.outvars]
+            outputs = [raw_value_of(var, known) for var in scope.jaxpr.outvars]
         return outputs
 
     def _product(
-        self, side: Side, frame: Frame, equation: Any, product: Product
+        self, side: Side, frame: HalfFrame, equation: Any, product: Product
     ) -> Generator[Stop, Any, None]:
         placer, known = self._placer, frame.known
         var, weight = equation.invars[1 - product.weight], equation.invars[product.weight]
-        w = placer.place_parts(product.parts(_joined(known[weight])), product.split)
+        w = placer.place_parts(product.parts(value_of(weight, known)), product.split)
         if product.is_row:
-            parts = placer.place_parts(product.row(_joined(known[var]), w), 0)
+            parts = placer.place_parts(product.row(value_of(var, known), w), 0)
             side.entered = False
             result = yield Stop("leave", [parts], frame, equation)
         else:
             if var not in frame.copies:
-                x = _joined(known[var])
+                x = value_of(var, known)
                 frame.copies[var] = placer.copies(frame.scope, var, x)
                 if not side.entered:
                     side.entered = True
@@ -243,8 +210,8 @@ class Turns:
         """The outputs, of one array where the batch does not lie in them."""
         results, _ = self.both(scope, halves, [_pair(one) for one in given])
         outs = scope.jaxpr.outvars
-        joined = [tuple(map(_joined, pair)) for pair in results]  # JAX takes no pieces
-        return [pair if halves.where(v) else pair[:1] for v, pair in zip(outs, joined, strict=True)]
+        arrays = [tuple(map(joined, pair)) for pair in results]  # JAX takes no pieces
+        return [pair if halves.where(v) else pair[:1] for v, pair in zip(outs, arrays, strict=True)]
 
     def _scan(
         self, equation: Any, inner: Scope, halves: Halves, given: Sequence[Any]
@@ -277,7 +244,7 @@ def whole_of(pair: Pair, lies: Lies | None, spread: Callable[[Any, int], Any]) -
         spread: Shards a dim of an array along the batch axes, so that nothing moves.
     """
     if lies is None:
-        return _joined(pair[0])
+        return joined(pair[0])
     dim = lies.dim
 
     def by_row(x: Any) -> Any:
@@ -285,7 +252,7 @@ def whole_of(pair: Pair, lies: Lies | None, spread: Callable[[Any, int], Any]) -
         x = x.reshape(*x.shape[:dim], x.shape[dim] // lies.inner, 1, lies.inner, *rest)
         return spread(x, dim)
 
-    one, two = map(_joined, pair)
+    one, two = map(joined, pair)
     one_row, two_row = by_row(one), by_row(two)
     # A choice for each element: of a concatenation XLA exchanges rows between devices.
     is_second = jnp.arange(2).reshape(2, *[1] * (one_row.ndim - dim - 2)) == 1
@@ -331,21 +298,13 @@ def _barrier(sides: Sequence[Side], stops: Sequence[Stop]) -> None:
 def _last_use(scope: Scope) -> dict[Any, int]:
     found: dict[Any, int] = {}
     for position, equation in enumerate(scope.jaxpr.eqns):
-        found |= {v: position for v in equation.invars if not hasattr(v, "val")}
+        found |= {v: position for v in equation.invars if not isinstance(v, core.Literal)}
     last = len(scope.jaxpr.eqns)
-    return found | {v: last for v in scope.jaxpr.outvars if not hasattr(v, "val")}
-
-
-def _of(var: Any, known: Mapping[Any, Any]) -> Any:
-    return var.val if hasattr(var, "val") else known[var]
+    return found | {v: last for v in scope.jaxpr.outvars if not isinstance(v, core.Literal)}
 
 
 def _has(var: Any, known: Mapping[Any, Any]) -> bool:
-    return hasattr(var, "val") or var in known
-
-
-def _joined(x: Any) -> Any:
-    return x.joined() if isinstance(x, Pieces) else x
+    return isinstance(var, core.Literal) or var in known
 
 
 def _pair(one: Sequence[Any]) -> Pair:

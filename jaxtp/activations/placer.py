@@ -19,6 +19,8 @@ from jaxtp.activations.fused_products import (
     by_weight,
     over_pieces,
     product_of_piece,
+    raw_value_of,
+    value_of,
 )
 from jaxtp.activations.left_alone import PRODUCTS, lost, matters, stays_manual
 from jaxtp.activations.sequences import GATHERED, Meeting, Sequences, gather_tokens
@@ -70,7 +72,7 @@ class Placer:
         for position in range(len(jaxpr.eqns)):
             self.step(scope, position, known, gathered)
         if in_pieces:
-            return [v.val if isinstance(v, Literal) else known[v] for v in jaxpr.outvars]
+            return [raw_value_of(v, known) for v in jaxpr.outvars]
         return [value_of(var, known) for var in jaxpr.outvars]
 
     def step(
@@ -190,7 +192,7 @@ class Placer:
         """The results of an equation on pieces that were computed apart, or None."""
         equation = scope.jaxpr.eqns[position]
         value = scope.values.get(equation.outvars[0])
-        operands = [v.val if isinstance(v, Literal) else known[v] for v in equation.invars]
+        operands = [raw_value_of(v, known) for v in equation.invars]
         if calls := scope.calls.get(position):
             row = PRIMITIVES.get(equation.primitive.name)
             inlined = row is not None and row.again is inline
@@ -430,12 +432,6 @@ class Placer:
                 for e in fitted
             ]
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*fitted)))
-
-
-def value_of(var: Any, known: Mapping[Any, Any]) -> Any:
-    """What a variable or a literal of a jaxpr holds, pieces put together."""
-    value = var.val if isinstance(var, Literal) else known[var]
-    return value.joined() if isinstance(value, Pieces) else value
 
 
 def _widest(

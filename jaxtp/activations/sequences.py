@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jax.extend.core import Literal
 
-from jaxtp.activations.fused_products import Pieces
+from jaxtp.activations.fused_products import joined
 from jaxtp.errors import IdleDevices, SizeMismatch
 from jaxtp.mesh.axes import Axis
 from jaxtp.plan.decisions import Plan
@@ -261,8 +261,7 @@ class Sequences:
             if _num_bytes(var.aval) < least:
                 least, best = _num_bytes(var.aval), (frame.known[var], value, dim, len(steps))
         x, value, dim, count = best
-        x = x.joined() if isinstance(x, Pieces) else x
-        return x, value, dim, steps[len(steps) - count :]
+        return joined(x), value, dim, steps[len(steps) - count :]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
