@@ -172,7 +172,10 @@ def test_a_reader_that_goes_ends_it_without_a_traceback(listing):
         [*command, "plan", listing], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as run:
         run.stdout.close()
-        assert run.stderr.read() == ""
+        said = run.stderr.read()
+    # The jaxlib of the oldest stack says on stderr that there is no CUDA driver.
+    assert "Traceback" not in said
+    assert "TP" not in said
     assert run.returncode == 141
 
 
