@@ -56,17 +56,17 @@ def unexpected(
             cause = _PERMUTE
         elif one.kind == "all-to-all" and not axes <= experts:
             cause = _ALL_TO_ALL
-        elif (
-            one.kind == "all-gather"
-            and axes <= tokens
-            and not (is_written(one) or GATHERED in one.op_name)
-        ):
-            cause = _TOKENS
-        elif one.kind == "all-gather" and axes & tensor:
+        elif one.kind == "all-gather" and axes & (tensor | tokens):
             computation = module.computations[one.computation]
             operands = computation.instructions[one.start].operands
             weights = [w for name in operands for w in arguments_behind(module, computation, name)]
-            cause = f"{', '.join(weights)}: {_GATHER}" if weights else ""
+            if axes & tensor:
+                cause = f"{', '.join(weights)}: {_GATHER}" if weights else ""
+            elif axes <= tokens and not (
+                # Weights may be sharded over cp too; ids and positions are small, and may be dealt.
+                weights or one.dtype[0] in "su" or is_written(one) or GATHERED in one.op_name
+            ):
+                cause = _TOKENS
         if cause:
             yield one, cause.replace("AXES", " x ".join(one.axes))
 
