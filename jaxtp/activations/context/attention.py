@@ -14,27 +14,16 @@ gradients, which ends where they live: twice the bytes of the forward pass.
 """
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
-from jaxtp.activations.by_name import ActivePlan, in_force
-from jaxtp.activations.context.blocks import (
-    Part,
-    Scores,
-    Side,
-    View,
-    merge,
-    sinks_gradient,
-    with_sinks,
-)
+from jaxtp.activations.by_name import ActivePlan
+from jaxtp.activations.context.blocks import Part, Scores, Side, View, merge
+from jaxtp.activations.context.by_device import Gradients, attend
 from jaxtp.activations.context.kernels import gradients_of, part_of
 from jaxtp.mesh.axes import Axis
-
-Gradients = tuple[jax.Array, jax.Array, jax.Array]
 
 EARLY, LATE = 0, 1
 """The halves of a device's tokens, which are pieces of the sequence."""
@@ -62,95 +51,14 @@ def attend_shared(
         scores: How scores are made.
         active: The plan in force, with a cp axis.
     """
-    how = (scores, active)
-    return _attend(how, q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, window, sinks_N)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(
-    how: tuple[Scores, ActivePlan], q: Any, k: Any, v: Any, ids: Any, window: Any, sinks: Any
-) -> Any:
-    return _forward(how, q, k, v, ids, window, sinks)[0]
-
-
-def _forward(
-    how: tuple[Scores, ActivePlan], q: Any, k: Any, v: Any, ids: Any, window: Any, sinks: Any
-) -> tuple[jax.Array, tuple[Any, ...]]:
-    scores, active = how
-    around, specs = _around(scores, active), Specs.of(active, q, k, ids)
-    run = in_pieces(around.forward, active, specs.inputs, (specs.heads, specs.lse))
-    out, lse = run(q, k, v, ids, window)
-    if sinks is not None:
-        whole = with_sinks(Part(out, lse), sinks)
-        out, lse = whole.out_BTNH.astype(q.dtype), whole.lse_BNT
-    return out, (q, k, v, ids, window, out, lse, sinks)
-
-
-def _backward(how: tuple[Scores, ActivePlan], kept: tuple[Any, ...], d_out: jax.Array) -> Any:
-    scores, active = how
-    around, specs = _around(scores, active), Specs.of(active, kept[0], kept[1], kept[3])
-    inputs = (*specs.inputs, specs.heads, specs.lse, specs.heads)
-    with in_force(active):
-        run = in_pieces(around.backward, active, inputs, (specs.heads,) * 3)
-        dq, dk, dv = run(*kept[:-1], d_out)
-    *_, out, lse, sinks = kept
-    d_sinks = None if sinks is None else sinks_gradient(Part(out, lse), d_out, sinks)
-    return dq, dk, dv, None, None, d_sinks
-
-
-_attend.defvjp(_forward, _backward)
+    how = (_around, scores, active)
+    return attend(how, q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, window, sinks_N)
 
 
 def _around(scores: Scores, active: ActivePlan) -> "_Around":
     (axis,) = active.tokens
     in_stage = active.shape.name_of(Axis.PP) in getattr(active.here, "manual_axes", ())
     return _Around(axis, active.shape[axis], scores, gathers=in_stage)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Specs:
-    """Where arrays lie: (batch, tokens, heads, width), an `lse`, segments."""
-
-    heads: PartitionSpec
-    lse: PartitionSpec
-    ids: PartitionSpec
-
-    @classmethod
-    def of(cls, active: ActivePlan, q: jax.Array, k: jax.Array, ids: Any) -> "Specs":
-        """The specs of one call.
-
-        Queries are sharded as far as keys are, so that each device has the keys of its queries.
-        """
-        shape, tokens = active.shape, active.tokens
-        batch = shape.batch if q.shape[0] % shape.ways(shape.batch) == 0 else ()
-        heads = shape.fit((k.shape[2],))
-        rows = batch if ids is not None and ids.shape[0] > 1 else ()
-        return cls(
-            heads=PartitionSpec(batch, tokens, heads),
-            lse=PartitionSpec(batch, heads, tokens),
-            ids=PartitionSpec(rows, tokens),
-        )
-
-    @property
-    def inputs(self) -> tuple[PartitionSpec, ...]:
-        """Of queries, keys, values, segments and the window."""
-        return (self.heads, self.heads, self.heads, self.ids, PartitionSpec())
-
-
-def in_pieces(fn: Any, active: ActivePlan, in_specs: Any, out_specs: Any) -> Any:
-    """`fn` on what each device has; the partitioner has no part in it.
-
-    Not even along other axes: cuDNN's kernel cannot be partitioned where some are manual.
-    """
-    mesh = active.here
-    return jax.shard_map(
-        fn,
-        mesh=mesh,
-        in_specs=in_specs,
-        out_specs=out_specs,
-        axis_names=set(mesh.axis_names) - set(getattr(mesh, "manual_axes", ())),
-        check_vma=False,
-    )
 
 
 class _Tokens(NamedTuple):
@@ -194,7 +102,7 @@ class _Around:
         return dataclasses.replace(self, index=index), q
 
     def forward(self, q: jax.Array, *others: Any) -> tuple[jax.Array, jax.Array]:
-        """The result and the `lse` of a device's own queries; arguments as for `_attend`."""
+        """The result and the `lse` of a device's own queries; arguments as for `attend`."""
         here, q = self.at(q)
         return here._forward(q, *others)
 

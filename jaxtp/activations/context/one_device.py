@@ -12,6 +12,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from jaxtp.activations.by_name import active_plan
+from jaxtp.activations.context.by_device import Specs, in_pieces
 
 Attend = Callable[..., jax.Array]
 """`(queries, keys, values, mask=None) -> result`: (batch, tokens, heads, width), and a mask
@@ -19,27 +20,21 @@ Attend = Callable[..., jax.Array]
 
 
 def on_each_device(attend: Attend, mask: jax.Array | None) -> Attend:
-    """`attend` with a mask, in a `shard_map` of its own inside of one over some of the axes.
-
-    Queries are sharded as far as keys are, so that each device has the keys of its queries.
-    """
+    """`attend` with a mask, in a `shard_map` of its own inside of one over some of the axes."""
     active = active_plan()
-    manual = set(getattr(active.here, "manual_axes", ())) if active is not None else set[str]()
+    manual = getattr(active.here, "manual_axes", ()) if active is not None else ()
 
     def local(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, **options: Any) -> jax.Array:
         if active is None or not manual:
             return attend(q_BTNH, k_BTKH, v_BTKH, mask=mask, **options)
-        mesh, shape = active.here, active.shape
-        batch = shape.batch if q_BTNH.shape[0] % shape.ways(shape.batch) == 0 else ()
-        heads = PartitionSpec(batch, None, shape.fit((k_BTKH.shape[2],)))
-        rows = PartitionSpec(batch if mask is not None and mask.shape[0] > 1 else ())
-        return jax.shard_map(
+        heads = Specs.of(active, q_BTNH, k_BTKH, None).heads
+        rows = PartitionSpec(heads[0] if mask is not None and mask.shape[0] > 1 else ())
+        run = in_pieces(
             lambda q, k, v, mask: attend(q, k, v, mask=mask, **options),
-            mesh=mesh,
-            in_specs=(heads, heads, heads, rows),
-            out_specs=heads,
-            axis_names=set(mesh.axis_names) - manual,
-            check_vma=False,
-        )(q_BTNH, k_BTKH, v_BTKH, mask)
+            active,
+            (heads, heads, heads, rows),
+            heads,
+        )
+        return run(q_BTNH, k_BTKH, v_BTKH, mask)
 
     return local

@@ -5,13 +5,12 @@ XLA's own attention keeps scores of all pairs of tokens, several times: DeepSeek
 no query sees, and are computed again in the backward pass.
 """
 
-import functools
+import dataclasses
 from typing import Any
 
 import jax
 
-from jaxtp.activations.by_name import ActivePlan, active_plan, in_force
-from jaxtp.activations.context.attention import Specs, in_pieces
+from jaxtp.activations.by_name import ActivePlan, active_plan
 from jaxtp.activations.context.blocks import (
     LARGEST,
     Part,
@@ -20,14 +19,11 @@ from jaxtp.activations.context.blocks import (
     View,
     gradients_of,
     part_of,
-    sinks_gradient,
-    with_sinks,
 )
+from jaxtp.activations.context.by_device import Gradients, attend
 
 LEAST_TOKENS = 2 * LARGEST
 """From here on there is a tile that is skipped."""
-
-How = tuple[Scores, ActivePlan | None]
 
 
 def attend_in_tiles(
@@ -40,59 +36,30 @@ def attend_in_tiles(
     scores: Scores,
 ) -> jax.Array:
     """Attention like the queries; arguments as for `attention.attend_shared`, without its plan."""
-    how = (scores, active_plan())
-    return _attend(how, q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, window, sinks_N)
+    how = (_alone, scores, active_plan())
+    return attend(how, q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, window, sinks_N)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(how: How, q: Any, k: Any, v: Any, ids: Any, window: Any, sinks: Any) -> Any:
-    return _forward(how, q, k, v, ids, window, sinks)[0]
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Alone:
+    """The work of a device that has all tokens of its queries' sequences."""
 
+    scores: Scores
 
-def _forward(
-    how: How, q: Any, k: Any, v: Any, ids: Any, window: Any, sinks: Any
-) -> tuple[jax.Array, tuple[Any, ...]]:
-    scores, active = how
-
-    def local(q: Any, k: Any, v: Any, ids: Any, window: Any) -> tuple[jax.Array, jax.Array]:
-        part = part_of(q, k, v, _view(ids, window), scores)
+    def forward(self, q: Any, k: Any, v: Any, ids: Any, window: Any) -> tuple[jax.Array, jax.Array]:
+        part = part_of(q, k, v, _view(ids, window), self.scores)
         return part.out_BTNH.astype(q.dtype), part.lse_BNT
 
-    run: Any = local
-    if active is not None:
-        specs = Specs.of(active, q, k, ids)
-        run = in_pieces(local, active, specs.inputs, (specs.heads, specs.lse))
-    out, lse = run(q, k, v, ids, window)
-    if sinks is not None:
-        whole = with_sinks(Part(out, lse), sinks)
-        out, lse = whole.out_BTNH.astype(q.dtype), whole.lse_BNT
-    return out, (q, k, v, ids, window, sinks, out, lse)
+    def backward(
+        self, q: Any, k: Any, v: Any, ids: Any, window: Any, out: Any, lse: Any, d_out: Any
+    ) -> Gradients:
+        view = _view(ids, window)
+        dq, dk, dv = gradients_of(q, k, v, Part(out, lse), d_out, view, self.scores)
+        return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
 
 
-def _backward(how: How, kept: tuple[Any, ...], d_out: jax.Array) -> Any:
-    scores, active = how
-    q, k, v, ids, window, sinks, out, lse = kept
-
-    def local(
-        q: Any, k: Any, v: Any, ids: Any, window: Any, out: Any, lse: Any, d_out: Any
-    ) -> tuple[jax.Array, ...]:
-        whole = Part(out, lse)
-        sums = gradients_of(q, k, v, whole, d_out, _view(ids, window), scores)
-        return tuple(x.astype(like.dtype) for x, like in zip(sums, (q, k, v), strict=True))
-
-    operands = (q, k, v, ids, window, out, lse, d_out)
-    if active is None:
-        dq, dk, dv = local(*operands)
-    else:
-        specs = Specs.of(active, q, k, ids)
-        inputs = (*specs.inputs, specs.heads, specs.lse, specs.heads)
-        with in_force(active):
-            dq, dk, dv = in_pieces(local, active, inputs, (specs.heads,) * 3)(*operands)
-    d_sinks = None if sinks is None else sinks_gradient(Part(out, lse), d_out, sinks)
-    return dq, dk, dv, None, None, d_sinks
-
-
-_attend.defvjp(_forward, _backward)
+def _alone(scores: Scores, _: ActivePlan | None) -> _Alone:
+    return _Alone(scores)
 
 
 def _view(ids: Any, window: Any) -> View:
