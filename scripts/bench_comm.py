@@ -390,7 +390,7 @@ def bound(compiler: Compiler) -> Section:
             report = compiler(case)
             seconds = report.step_seconds_modelled
             exposed = sum(link.exposed_seconds for link in report.links)
-            longest = max(seconds - exposed, report.bound_seconds or 0.0)
+            ratio = comm_others.over_longest(report)
             links = {link.name: link for link in report.links}
             rows.append(
                 {
@@ -402,12 +402,11 @@ def bound(compiler: Compiler) -> Section:
                     "other work": round((seconds - exposed - report.product_seconds) * 1e3, 1),
                     **{name: _link_cell(links.get(name)) for name in LINKS},
                     "x bound": round(report.bound_ratio or 0.0, 3),
-                    "x longest": round(seconds / longest, 3),
+                    "x longest": round(ratio, 3),
                     "peak GiB": round(report.peak_bytes / GIB, 2),
                     "fits": report.fits,
                 }
             )
-        ratio = seconds / longest
         text = f"{one.model}, {mesh}: at most {one.limit}x work or link: {ratio:.3f}x"
         thresholds.append((text, ratio <= one.limit))
     return Section(

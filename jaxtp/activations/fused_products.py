@@ -10,9 +10,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Literal
 
 from jaxtp.activations.shared_products import Place, WeightProduct
+from jaxtp.rules.jaxpr.reentry import read
 
 Cuts = tuple[tuple[int, int], ...]
 """(start, stop) of each piece along a dim, in elements."""
@@ -47,14 +47,9 @@ def joined(x: Any) -> Any:
     return x.joined() if isinstance(x, Pieces) else x
 
 
-def raw_value_of(var: Any, known: Mapping[Any, Any]) -> Any:
-    """What a variable or a literal of a jaxpr holds; pieces stay apart."""
-    return var.val if isinstance(var, Literal) else known[var]
-
-
 def value_of(var: Any, known: Mapping[Any, Any]) -> Any:
     """What a variable or a literal of a jaxpr holds, pieces put together."""
-    return joined(raw_value_of(var, known))
+    return joined(read(var, known))
 
 
 def product_of_piece(

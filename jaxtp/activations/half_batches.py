@@ -7,7 +7,6 @@ from typing import Any
 import jax
 from jax.extend.core import Literal
 
-from jaxtp.activations.fused_products import raw_value_of
 from jaxtp.activations.half_placer import HalfPlacer
 from jaxtp.activations.interleaved import Turns, half_of, whole_of
 from jaxtp.activations.left_alone import PRODUCTS, matters
@@ -15,10 +14,10 @@ from jaxtp.activations.placer import FREE, Placer
 from jaxtp.errors import NotInterleaved, join
 from jaxtp.mesh.axes import Axis
 from jaxtp.rules.jaxpr import analyse_jaxpr
-from jaxtp.rules.jaxpr.halves import UNKNOWN, Halves, Lies, MixesBatch, compare
+from jaxtp.rules.jaxpr.halves import Halves, Lies, MixesBatch, compare
 from jaxtp.rules.jaxpr.primitives import PRIMITIVES
-from jaxtp.rules.jaxpr.reentry import checkpoint, inline, scan
-from jaxtp.rules.jaxpr.walk import Scope, where
+from jaxtp.rules.jaxpr.reentry import checkpoint, inline, read, scan
+from jaxtp.rules.jaxpr.walk import UNKNOWN, Scope, where
 
 
 def on_halves(
@@ -240,7 +239,7 @@ def _rest(
         whole.step(scope, position, known, gathered)
     for var in scope.jaxpr.outvars:
         learn(var)
-    return [raw_value_of(var, known) for var in scope.jaxpr.outvars]
+    return [read(var, known) for var in scope.jaxpr.outvars]
 
 
 def _spread(whole: Placer, x: Any, dim: int) -> Any:

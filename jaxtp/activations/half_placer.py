@@ -8,7 +8,7 @@ from jax.extend.core import Literal
 from jaxtp.activations.left_alone import PRODUCTS
 from jaxtp.activations.placer import FREE, Placer
 from jaxtp.activations.sums_apart import Product
-from jaxtp.rules.jaxpr.walk import Kind, Scope
+from jaxtp.rules.jaxpr.walk import Kind, Scope, Value
 
 
 class HalfPlacer(Placer):
@@ -16,8 +16,7 @@ class HalfPlacer(Placer):
 
     def apart(self, scope: Scope, equation: Any) -> Product | None:
         """The product of an equation, if it enters or leaves a region by one evenly split dim."""
-        value = scope.values.get(equation.outvars[0])
-        if equation.primitive.name != "dot_general" or value is None or value.product is None:
+        if equation.primitive.name != "dot_general" or _product_value(scope, equation) is None:
             return None
         params, tensor = equation.params, self.plan.mesh.tp
         ways = self.plan.mesh.ways(tensor)
@@ -42,17 +41,13 @@ class HalfPlacer(Placer):
 
     def enters(self, scope: Scope, equation: Any) -> bool:
         """Whether an equation is a product that enters a region, in one piece or several."""
-        value = scope.values.get(equation.outvars[0])
-        if equation.primitive.name not in PRODUCTS or value is None or value.product is None:
-            return False
-        return self.enters_region(value)
+        value = _product_value(scope, equation)
+        return value is not None and self.enters_region(value)
 
     def sums(self, scope: Scope, equation: Any) -> bool:
         """Whether an equation is a product that leaves a region, with a sum over devices."""
-        value = scope.values.get(equation.outvars[0])
-        if equation.primitive.name not in PRODUCTS or value is None or value.product is None:
-            return False
-        return self._sums_region(value)
+        value = _product_value(scope, equation)
+        return value is not None and self._sums_region(value)
 
     def place_parts(self, w: Any, dim: int) -> Any:
         """An array whose dim is the devices."""
@@ -64,3 +59,11 @@ class HalfPlacer(Placer):
         tensor = self.plan.mesh.tp
         x_W = jax.numpy.broadcast_to(x[None], (self.plan.mesh.ways(tensor), *x.shape))
         return self.constrain(x_W, [tensor, *self.stream(scope.values[var])])
+
+
+def _product_value(scope: Scope, equation: Any) -> Value | None:
+    """The result of an equation that is a product; None for any other."""
+    value = scope.values.get(equation.outvars[0])
+    if equation.primitive.name not in PRODUCTS or value is None or value.product is None:
+        return None
+    return value

@@ -17,12 +17,12 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from jaxtp.activations.fused_products import joined, raw_value_of, value_of
+from jaxtp.activations.fused_products import joined, value_of
 from jaxtp.activations.half_placer import HalfPlacer
 from jaxtp.activations.sums_apart import Product
 from jaxtp.rules.jaxpr.halves import Halves, Lies
 from jaxtp.rules.jaxpr.primitives import PRIMITIVES
-from jaxtp.rules.jaxpr.reentry import checkpoint, inline, same_rank, scan
+from jaxtp.rules.jaxpr.reentry import checkpoint, inline, read, same_rank, scan
 from jaxtp.rules.jaxpr.walk import Scope
 
 Pair = tuple[Any, Any]
@@ -144,7 +144,7 @@ class Turns:
             if again is inline and position in scope.calls:
                 inner = scope.calls[position][0]
                 own = dict(zip(inner.jaxpr.constvars, inner.consts, strict=True))
-                given = [raw_value_of(var, known) for var in equation.invars]
+                given = [read(var, known) for var in equation.invars]
                 own |= dict(zip(inner.jaxpr.invars, given, strict=True))
                 below = once.inside.setdefault(position, SharedResults())
                 results = yield from self._program(side, inner, halves.calls[position], own, below)
@@ -162,11 +162,9 @@ class Turns:
                 self._placer.step(scope, position, known, gathered)
         side.frames.pop()
         if halves.mixing:
-            outputs = [
-                raw_value_of(v, known) if _has(v, known) else None for v in scope.jaxpr.outvars
-            ]
+            outputs = [read(v, known) if _has(v, known) else None for v in scope.jaxpr.outvars]
         else:
-            outputs = [raw_value_of(var, known) for var in scope.jaxpr.outvars]
+            outputs = [read(var, known) for var in scope.jaxpr.outvars]
         return outputs
 
     def _product(

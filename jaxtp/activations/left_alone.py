@@ -6,7 +6,7 @@ from typing import Any
 from jaxtp.errors import join, warn
 from jaxtp.plan.decisions import Plan
 from jaxtp.rules.jaxpr import Analysis, DimClass
-from jaxtp.rules.jaxpr.walk import Scope
+from jaxtp.rules.jaxpr.walk import UNKNOWN, Scope
 
 PRODUCTS = frozenset(["dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated"])
 """Primitives whose results are constrained."""
@@ -78,7 +78,7 @@ def stays_manual(equation: Any, plan: Plan) -> str:
 def lost(analysis: Analysis, axes: Callable[[DimClass], tuple[str, ...]]) -> dict[int, str]:
     """Primitives without a rule that split dims go into: XLA gathers what it cannot split."""
     return {
-        id(fact): f"`{fact.primitive}` at {fact.where or 'an unknown line'}: {fact.reason}"
+        id(fact): f"`{fact.primitive}` at {fact.where or UNKNOWN}: {fact.reason}"
         for fact in analysis.opaque
         if any(axes(analysis.dim_class(dim)) for dim in fact.dims)
     }

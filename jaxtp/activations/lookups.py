@@ -4,6 +4,7 @@ Of one index XLA makes a slice, for which it brings the whole table to every dev
 many, each device looks among its own rows, and an all-reduce adds what they find.
 """
 
+import math
 from typing import Any
 
 import jax
@@ -23,10 +24,7 @@ def rows_of(equation: Any) -> int:
         and 0 not in dims.offset_dims
     )
     *shape, _ = equation.invars[1].aval.shape
-    rows = 1
-    for size in shape:
-        rows *= size
-    return rows if is_lookup and shape else 0
+    return math.prod(shape) if is_lookup and shape else 0
 
 
 def twice(equation: Any, table: jax.Array, indices: jax.Array) -> jax.Array:

@@ -19,7 +19,6 @@ from jaxtp.activations.fused_products import (
     by_weight,
     over_pieces,
     product_of_piece,
-    raw_value_of,
     value_of,
 )
 from jaxtp.activations.left_alone import PRODUCTS, lost, matters, stays_manual
@@ -30,8 +29,8 @@ from jaxtp.plan.decisions import Plan
 from jaxtp.rules.inputs import leads
 from jaxtp.rules.jaxpr import Analysis, DimClass
 from jaxtp.rules.jaxpr.primitives import PRIMITIVES
-from jaxtp.rules.jaxpr.reentry import Call, bind, checkpoint, cond, inline, scan
-from jaxtp.rules.jaxpr.walk import Kind, Scope, Value, where
+from jaxtp.rules.jaxpr.reentry import Call, bind, checkpoint, cond, inline, read, scan
+from jaxtp.rules.jaxpr.walk import UNKNOWN, Kind, Scope, Value, where
 
 Entry = Any
 """One entry of a PartitionSpec."""
@@ -72,7 +71,7 @@ class Placer:
         for position in range(len(jaxpr.eqns)):
             self.step(scope, position, known, gathered)
         if in_pieces:
-            return [raw_value_of(v, known) for v in jaxpr.outvars]
+            return [read(v, known) for v in jaxpr.outvars]
         return [value_of(var, known) for var in jaxpr.outvars]
 
     def step(
@@ -136,12 +135,12 @@ class Placer:
         table, indices = (
             scope.values.get(v) for v in equation.invars if not isinstance(v, Literal)
         )
-        if table is None or indices is None or not table.shape or not lookups.rows_of(equation):
+        rows = lookups.rows_of(equation)
+        if table is None or indices is None or not table.shape or not rows:
             return False
         spread = any(self._batch_axes(dim) for dim in indices.dims)
         ways = self.plan.mesh.ways(self.plan.mesh.batch) if spread else 1
-        is_one = lookups.rows_of(equation) == ways
-        return is_one and bool(self.axes(self.dims(table)[0]))
+        return rows == ways and bool(self.axes(self.dims(table)[0]))
 
     def _enters_call(self, equation: Any, calls: Sequence[Scope]) -> bool:
         """Whether an equation that holds programs is built anew around constrained ones."""
@@ -155,9 +154,7 @@ class Placer:
         if name == "shard_map":
             reason = stays_manual(equation, self.plan)
         if reason:
-            self.left[id(equation)] = (
-                f"`{name}` at {where(equation) or 'an unknown line'}: {reason}"
-            )
+            self.left[id(equation)] = f"`{name}` at {where(equation) or UNKNOWN}: {reason}"
         return not reason
 
     def _call(
@@ -192,7 +189,7 @@ class Placer:
         """The results of an equation on pieces that were computed apart, or None."""
         equation = scope.jaxpr.eqns[position]
         value = scope.values.get(equation.outvars[0])
-        operands = [raw_value_of(v, known) for v in equation.invars]
+        operands = [read(v, known) for v in equation.invars]
         if calls := scope.calls.get(position):
             row = PRIMITIVES.get(equation.primitive.name)
             inlined = row is not None and row.again is inline
@@ -274,7 +271,7 @@ class Placer:
         if meeting.is_scores:
             axes = [axis for entry in entries if isinstance(entry, tuple) for axis in entry]
             num_bytes = result.nbytes // self.plan.mesh.ways(axes)
-            self.scores[where(equation) or "an unknown line"] = num_bytes
+            self.scores[where(equation) or UNKNOWN] = num_bytes
         return self.constrain(result, entries)
 
     def has_tokens(self, value: Value) -> bool:

@@ -13,7 +13,7 @@ from jax.extend.core import Literal
 from jaxtp.activations.sequences import Sequences
 from jaxtp.rules.jaxpr import Analysis
 from jaxtp.rules.jaxpr.control import MIXING
-from jaxtp.rules.jaxpr.walk import Kind, Scope, Value, shape_of, where
+from jaxtp.rules.jaxpr.walk import UNKNOWN, Kind, Scope, Value, shape_of, where
 
 Dims = Sequence[int]
 
@@ -35,7 +35,7 @@ def gathers_of_tokens(analysis: Analysis, sequences: Sequences) -> dict[int, str
             )
             if any(sequences.axes_of(value.dims[dim]) for dim in dims):
                 size = math.prod(value.shape) * value.aval.dtype.itemsize
-                text = f"`{name}` at {line or 'an unknown line'}"
+                text = f"`{name}` at {line or UNKNOWN}"
                 found[id(equation)] = f"{text}: it gathers {size:,} bytes of all tokens over cp"
                 break
     return found

@@ -63,7 +63,7 @@ def preflight(
         CompilerTimeout: TP112, if it took longer than `time_limit`.
         CompileFailed: TP117, if it refuses the step, or the step cannot be traced.
     """
-    machine = target if isinstance(target, Target) else Target.parse(target)
+    machine = Target.of(target)
     _check(step, options, time_limit)
     if isinstance(step, str):
         program = Program(mesh=dict(mesh or {}), entry=step, keywords=dict(keywords or {}))

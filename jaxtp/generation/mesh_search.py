@@ -139,7 +139,7 @@ def search_generation(
         raise BadUsage(
             f"compile_best is {compile_best}", where="compile_best", fix="splits, 0 or more"
         )
-    machine = target if isinstance(target, Target) else Target.parse(target)
+    machine = Target.of(target)
     rows = _priced(workload, machine)
     if not rows:
         heads = workload.config.num_attention_heads

@@ -196,7 +196,7 @@ def preflight_generation(
         BadTarget: TP116, for a malformed target or one that does not fit tp and batch.
         JaxtpError: whatever `make_plan` and the compiler raise.
     """
-    machine = target if isinstance(target, Target) else Target.parse(target)
+    machine = Target.of(target)
     plan, config = workload.plan(machine.num_devices), workload.config
     weights, cache = plan.bytes_per_device, cache_bytes(workload, plan)
     card = machine.device.memory_bytes
@@ -351,7 +351,7 @@ def _struct(mesh: Mesh, shape: tuple[int, ...], dtype: Any, spec: tuple[Any, ...
 
 def planned_cache(config: Any, plan: Plan) -> Spec:
     """The spec of keys and values, (layers, batch, kv heads, slots, head width)."""
-    heads = plan.axes_for((jax.tree.leaves(cache_shape(config, 1, 1))[0].shape[2],))
+    heads = plan.axes_for(config.cached_heads[:1])
     return ((), plan.mesh.batch, heads, (), ())
 
 

@@ -310,6 +310,15 @@ class Target:
             )
 
     @classmethod
+    def of(cls, given: "Target | str") -> "Target":
+        """A target as it is, or the one that a text names.
+
+        Raises:
+            BadTarget: TP116, as `parse`.
+        """
+        return given if isinstance(given, Target) else cls.parse(given)
+
+    @classmethod
     def parse(cls, text: str) -> "Target":
         """Reads `KIND:HOSTSxGPUS` or `KIND:SLICESxHOSTSxGPUS`.
 

@@ -67,7 +67,7 @@ def parse_object(text: bytes) -> dict[str, Any]:
     if marks > MOST_MARKS:
         raise ValueError(f"is no description of a model: {marks:,} entries")
     try:
-        content = json.loads(text, object_pairs_hook=_unique, parse_constant=_constant)
+        content = json.loads(text, object_pairs_hook=unique_keys, parse_constant=_constant)
     except (ValueError, RecursionError) as err:
         raise ValueError(f"is no JSON: {err}") from None
     if not isinstance(content, dict):
@@ -75,7 +75,12 @@ def parse_object(text: bytes) -> dict[str, Any]:
     return content
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object with these keys; a hook of `json.loads`.
+
+    Raises:
+        ValueError: If one stands twice.
+    """
     found = dict(pairs)
     if len(found) < len(pairs):
         counts = Counter(name for name, _ in pairs)

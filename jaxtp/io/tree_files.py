@@ -13,6 +13,7 @@ import jax
 
 from jaxtp.config.named_files import write_text
 from jaxtp.errors import BadUsage
+from jaxtp.io.json_text import unique_keys
 from jaxtp.plan.trees import PyTree, flatten
 
 
@@ -50,7 +51,7 @@ def load_tree(
         BadUsage: TP132, if the file is missing, is not JSON, or a shape is not a list of counts.
     """
     try:
-        data = json.loads(Path(path).read_text(), object_pairs_hook=_once)
+        data = json.loads(Path(path).read_text(), object_pairs_hook=unique_keys)
         shapes = data["params"]
         dtypes = data.get("dtypes", {})
         tree = {str(p): _struct(s, dtypes.get(p, "float32")) for p, s in shapes.items()}
@@ -62,14 +63,6 @@ def load_tree(
             where=str(path),
             fix='write one with jaxtp.dump_tree(params, path): {"params": {path: shape}}',
         ) from None
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(n for n in names if names.count(n) > 1)!r} is there twice")
-    return found
 
 
 def _struct(shape: Any, dtype: str) -> jax.ShapeDtypeStruct:

@@ -23,12 +23,12 @@ from jaxtp.activations.by_name import ActivePlan, active_plan, constrain, in_for
 from jaxtp.errors import BadStages, NotInterleaved, SizeMismatch, join, warn
 from jaxtp.layers.gathering import (
     Once,
+    layer_structs,
     once_of,
     product_types,
     refuse_draws,
     room_in,
     run_ahead,
-    struct,
     with_gradients,
 )
 from jaxtp.layers.interleaving import Context
@@ -254,19 +254,10 @@ def _gathers_once(
     """
 
     def types() -> list[Any]:
-        ways = pipe.active.shape.ways(pipe.active.shape.batch) * pipe.stages.micro_batches
-
-        def part(x: Any) -> jax.ShapeDtypeStruct:
-            rows = x.shape[0] if x.shape[0] == 1 else x.shape[0] // ways
-            return struct(x, (rows, *x.shape[1:]))
-
-        def first(w: Any) -> jax.ShapeDtypeStruct:
-            return struct(w, w.shape[1:])
-
-        own = {**jax.tree.map(part, dict(context)), **jax.tree.map(first, dict(pipe.rows))}
+        pieces = pipe.active.shape.ways(pipe.active.shape.batch) * pipe.stages.micro_batches
+        row = layer_structs(x_BTD, params, context, pipe.rows, pieces)
         apart = dataclasses.replace(pipe.active, params_cut=False)
         with in_force(dataclasses.replace(pipe, active=apart).inner):
-            row = part(x_BTD), jax.tree.map(first, params), own
             refuse_draws(pipe.layer, *row)
             return product_types(pipe.layer, *row)
 

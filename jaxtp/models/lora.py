@@ -9,6 +9,7 @@ Flax's `nnx.LoRA` itself takes flat features only, and our kernels keep heads ap
 import dataclasses
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from flax import nnx
 
 from jaxtp.errors import BadConfig, join
 from jaxtp.models.projections import Linear
+from jaxtp.models.quantized import is_quantized
 from jaxtp.plan.trees import leaves
 
 FACTORS = ("lora_a", "lora_b")
@@ -115,12 +117,12 @@ def merge_lora(model: nnx.Module) -> nnx.State:
     Raises:
         BadConfig: TP020, if the model has no adapter, or kernels are integers.
     """
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if getattr(config, "lora", None) is None:
         raise BadConfig("the model has no adapter", where="model", fix="load_hf(..., adapter=)")
-    if (kind := getattr(config, "quantize", "none")) != "none":
+    if is_quantized(config):
         raise BadConfig(
-            f"the kernels are {kind}, to which nothing is added",
+            f"the kernels are {config.quantize}, to which nothing is added",
             where="model",
             fix="merge first, and quantise the result; or leave adapters beside their kernels",
         )

@@ -52,7 +52,7 @@ def quantize(model: Any, kind: str) -> Any:
             fix="a float model",
         )
     model = nnx.clone(model)
-    for name in unstacked_names(model):
+    for name in stack_names(model):
         layers = getattr(model, name)
         graph, params = nnx.split(layers)
         count = len(jax.tree.leaves(params)[0])
@@ -71,7 +71,7 @@ def quantize(model: Any, kind: str) -> Any:
     return model
 
 
-def unstacked_names(model: Any) -> list[str]:
+def stack_names(model: Any) -> list[str]:
     """Attributes of a model that hold stacked layers."""
     return [name for name, held in vars(model).items() if any(held is one for one in model.stacks)]
 

@@ -40,7 +40,7 @@ from jaxtp.placement.replicas import check_agreement
 from jaxtp.placement.train_state import Overrides, Slot, check, slots
 from jaxtp.plan.decisions import Plan, check_plan
 from jaxtp.plan.stored_form import Padding, pad, read, stored_shape, unpad
-from jaxtp.plan.trees import FlatTree, Param, PyTree, map_with_path, partition_spec
+from jaxtp.plan.trees import FlatTree, Param, PyTree, is_key_type, map_with_path, partition_spec
 from jaxtp.rules.planner import make_plan
 from jaxtp.rules.review import WHAT_TO_GIVE
 
@@ -233,7 +233,7 @@ def batch_slots(batch: Mapping[str, Param], shape: MeshShape) -> dict[str, Slot]
 
 def _is_key(array: Param) -> bool:
     """Whether an array is random keys: typed ones, or the two words of `jax.random.PRNGKey`."""
-    return array.dtype.startswith("key<") or (array.dtype == "uint32" and array.shape == (2,))
+    return is_key_type(array.dtype) or (array.dtype == "uint32" and array.shape == (2,))
 
 
 def unshard(tree: PyTree, plan: Plan | None = None) -> PyTree:

@@ -54,7 +54,12 @@ class Param:
 
 def itemsize(dtype: str) -> int:
     """Bytes of one element; typed random keys count as two 32-bit words (threefry's key)."""
-    return 8 if dtype.startswith("key<") else jnp.dtype(dtype).itemsize
+    return 8 if is_key_type(dtype) else jnp.dtype(dtype).itemsize
+
+
+def is_key_type(dtype: str) -> bool:
+    """Whether a type is that of typed random keys, which NumPy does not know."""
+    return dtype.startswith("key<")
 
 
 def stored_bytes(count: int, dtype: str) -> int:

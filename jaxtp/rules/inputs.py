@@ -16,7 +16,7 @@ from jaxtp.errors import join
 from jaxtp.mesh.axes import Axis
 from jaxtp.plan.decisions import Plan
 from jaxtp.plan.inputs import INPUT, STATE, InputDecision
-from jaxtp.plan.trees import Spec, leaves, shape_dtype
+from jaxtp.plan.trees import Spec, is_key_type, leaves, shape_dtype
 from jaxtp.rules.jaxpr import Analysis, DimClass
 from jaxtp.rules.jaxpr.classes import Dim
 
@@ -104,9 +104,9 @@ def _is_kept(
 
 
 def _is_index(dtype: str) -> bool:
-    if dtype.startswith("key<"):  # of a typed random key, which NumPy does not know
-        return False
-    return jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits > 8
+    return (
+        not is_key_type(dtype) and jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits > 8
+    )
 
 
 class _Places:

@@ -245,7 +245,7 @@ def _stored(analysis: Analysis, plan: Plan, block: Block, trained: frozenset[str
     by_loop: dict[int, float] = {}
     messages: list[float] = []
     for d in plan.decisions:
-        count = math.prod(d.stored) / plan.mesh.ways(axis for axes in d.spec for axis in axes)
+        count = math.prod(d.stored) / plan.mesh.pieces(d.spec)
         itemsize = d.num_bytes / max(math.prod(d.shape), 1)
         num_bytes += count * itemsize
         if d.path not in trained:

@@ -4,6 +4,7 @@ Searched are dp, fsdp with a ZeRO stage, tp and micro-batches, over which the st
 cp, ep or `overlap="aggressive"`, which `parallelize` also runs. Recomputation is the model's own.
 """
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping
@@ -69,7 +70,7 @@ def search_own(
     ranking = pricing.rank(machine)
     compiled = functools.partial(_compiled, machine, model.entry, batch, asked.time_limit)
     if not model.entry:
-        asked = Asked(asked.limit, 0, asked.network, asked.time_limit, asked.on_progress)
+        asked = dataclasses.replace(asked, compile_best=0)
     rows = compiled_rows(rows_of(ranking, lambda _: None), asked, compiled)
     return Search(
         target=machine,
@@ -94,11 +95,7 @@ def _plans(model: Batched, domain: int, devices: int) -> dict[int, Plan]:
 
 def _uses(plan: Plan, tp: int) -> bool:
     """Whether something is sharded over all of the tensor axis; else a smaller one does as much."""
-    return tp == 1 or any(
-        plan.mesh.ways(a for a in axes if a in plan.mesh.tp) == tp
-        for d in plan.decisions
-        for axes in d.spec
-    )
+    return tp == 1 or any(plan.mesh.tp_ways(d.spec) == tp for d in plan.decisions)
 
 
 def _candidates(tensor: list[int], devices: int, batch: int, fixed: Mapping[str, int]) -> Strategy:

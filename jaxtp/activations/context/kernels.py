@@ -11,10 +11,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Literal
 
 from jaxtp.activations.context import blocks
 from jaxtp.activations.context.blocks import Part, Scores, View
+from jaxtp.rules.jaxpr.reentry import bind, read
 
 FORWARD = "dot_product_attention_fwd_wrapper"
 """JAX's name of the forward equation."""
@@ -82,14 +82,13 @@ def _fused(
     known: dict[Any, Any] = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
     known |= dict(zip(closed.jaxpr.invars, (q, k, v, d_out), strict=True))
     for equation in closed.jaxpr.eqns:
-        operands = [var.val if isinstance(var, Literal) else known[var] for var in equation.invars]
+        operands = [read(var, known) for var in equation.invars]
         if equation.primitive.name != FORWARD:
-            results = equation.primitive.bind(*operands, **equation.params)
+            results = bind(equation, operands)
         elif backward is None:
-            return tuple(equation.primitive.bind(*operands, **equation.params))
+            return tuple(bind(equation, operands))
         else:
             whole, _ = backward
-            results = (whole.out_BTNH.astype(q.dtype), whole.lse_BNT)
-        results = results if equation.primitive.multiple_results else [results]
+            results = [whole.out_BTNH.astype(q.dtype), whole.lse_BNT]
         known |= dict(zip(equation.outvars, results, strict=True))
     return tuple(known[var] for var in closed.jaxpr.outvars)

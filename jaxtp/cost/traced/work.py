@@ -10,20 +10,14 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jaxtp.cost.traced.program import VIEWS, Array, Block, Operation
+from jaxtp.rules.jaxpr.primitives import ELEMENTWISE
 from jaxtp.rules.jaxpr.walk import Kind
 
-FUSED = frozenset(
-    [
-        *("broadcast_in_dim", "convert_element_type", "select_n", "iota", "rev", "pad"),
-        *("concatenate", "clamp", "stop_gradient"),
-        *("add", "add_any", "sub", "mul", "div", "rem", "max", "min", "neg", "sign", "abs"),
-        *("exp", "exp2", "expm1", "log", "log1p", "logistic", "tanh", "erf", "erfc", "erf_inv"),
-        *("sqrt", "rsqrt", "cbrt", "square", "integer_pow", "pow", "sin", "cos", "floor", "ceil"),
-        *("round", "is_finite", "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "xor"),
-        *("reduce_precision", "real", "imag", "atan2", "nextafter", "threefry2x32"),
-        *("shift_left", "shift_right_logical", "bitcast_convert_type", "random_bits", "mul_add"),
-    ]
-)
+# A name marks what recomputation may keep: that is written.
+FUSED = (ELEMENTWISE - {"name"}) | {
+    *("broadcast_in_dim", "iota", "rev", "pad", "concatenate", "bitcast_convert_type", "mul_add"),
+    *("random_bits", "threefry2x32"),
+}
 """Primitives that XLA computes in the kernel of whatever reads them."""
 
 PIECES = frozenset(["slice", "dynamic_slice", "split"])

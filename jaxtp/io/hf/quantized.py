@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 
 from jaxtp.io.assemble import Source
 from jaxtp.models import Decoder
-from jaxtp.models.quantized import SCALES, VALUES, quantized, unstacked_names
+from jaxtp.models.quantized import SCALES, VALUES, quantized, stack_names
 from jaxtp.placement.train_state import Slot
 from jaxtp.plan.trees import flatten, partition_spec
 
@@ -25,7 +25,7 @@ def alone(sources: Mapping[str, Source], stacked: Decoder, model: Decoder) -> di
         stacked: That one, or its shapes.
         model: The quantised one, or its shapes.
     """
-    names, held = unstacked_names(stacked), flatten(model).keys()
+    names, held = stack_names(stacked), flatten(model).keys()
     found: dict[str, Source] = {}
     for path, source in sources.items():
         name, _, rest = path.partition("/")

@@ -8,15 +8,15 @@ of it is ordinary single-program JAX: XLA still writes every collective.
 from jaxtp.layers.gathering.draws import refuse_draws
 from jaxtp.layers.gathering.once import Once, once_of, room_in, with_gradients
 from jaxtp.layers.gathering.one_ahead import run_ahead
-from jaxtp.layers.gathering.one_layer import product_types, struct
+from jaxtp.layers.gathering.one_layer import layer_structs, product_types
 
 __all__ = [
     "Once",
+    "layer_structs",
     "once_of",
     "product_types",
     "refuse_draws",
     "room_in",
     "run_ahead",
-    "struct",
     "with_gradients",
 ]

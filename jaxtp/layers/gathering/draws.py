@@ -12,14 +12,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 
 from jaxtp.activations.by_name import in_force
 from jaxtp.errors import NotInterleaved
 from jaxtp.layers.gathering.weights import Replicas
 from jaxtp.plan.trees import PyTree
 from jaxtp.rules.jaxpr.primitives import PRIMITIVES
-from jaxtp.rules.jaxpr.reentry import bind
+from jaxtp.rules.jaxpr.reentry import bind, read
 
 DRAWS = "draws"
 """Where the context of a layer has the numbers that it does not draw itself."""
@@ -177,12 +177,9 @@ def _run(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], on_draw: OnDr
     values: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
     values |= dict(zip(jaxpr.invars, args, strict=True))
 
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, Literal) else values[atom]
-
     for equation in jaxpr.eqns:
-        operands = [read(atom) for atom in equation.invars]
-        inner = _programs(equation)
+        operands = [read(atom, values) for atom in equation.invars]
+        inner = list(jaxprs_in_params(equation.params))
         if _draws(equation):
             results = [on_draw(equation, operands)]
         elif any(_drawing(one) for one in inner):
@@ -194,7 +191,7 @@ def _run(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], on_draw: OnDr
         else:
             results = bind(equation, operands)
         values |= dict(zip(equation.outvars, results, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+    return [read(atom, values) for atom in jaxpr.outvars]
 
 
 def _drawing(jaxpr: Jaxpr) -> list[JaxprEqn]:
@@ -210,20 +207,12 @@ def _drawing(jaxpr: Jaxpr) -> list[JaxprEqn]:
         own = (
             [equation]
             if _draws(equation)
-            else [e for j in _programs(equation) for e in _drawing(j)]
+            else [e for j in jaxprs_in_params(equation.params) for e in _drawing(j)]
         )
         if own and name not in (*_CALLS, "random_bits"):
             raise _refused(f"by {name}" if own[0] is equation else f"inside {name}")
         found += own
     return found
-
-
-def _programs(equation: JaxprEqn) -> list[Jaxpr]:
-    """The programs that an equation holds."""
-    values = equation.params.values()
-    parts = [one for value in values for one in (value if isinstance(value, tuple) else (value,))]
-    inner = [getattr(one, "jaxpr", one) for one in parts]
-    return [one for one in inner if isinstance(one, Jaxpr)]
 
 
 def _draws(equation: JaxprEqn) -> bool:

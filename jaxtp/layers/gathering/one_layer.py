@@ -14,13 +14,10 @@ from jax.extend.core import Jaxpr, Var
 
 from jaxtp.activations.by_name import ActivePlan, in_force
 from jaxtp.errors import NotInterleaved
-from jaxtp.layers.gathering.draws import DRAWS, Draw, drawn_shapes
+from jaxtp.layers.gathering.draws import DRAWS, Draw, Layer, drawn_shapes
 from jaxtp.layers.gathering.weights import Replicas, Weights, weights_of
 from jaxtp.layers.recomputation import Policy
 from jaxtp.plan.trees import PyTree
-
-Layer = Callable[[jax.Array, PyTree, Mapping[str, Any]], jax.Array]
-"""`(x, parameters of one layer, context) -> x`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,25 +101,15 @@ def trace_layer(
             fix='remat="block_outputs" or "full"',
         )
     num_replicas = active.shape.ways(active.shape.batch)
-
-    def share(x: Any) -> jax.ShapeDtypeStruct:
-        size = x.shape[0] if x.shape[0] == 1 else x.shape[0] // num_replicas
-        return struct(x, (size, *x.shape[1:]))
-
-    def first(w: Any) -> jax.ShapeDtypeStruct:
-        return struct(w, w.shape[1:])
-
-    x = share(x_BTD)
-    w = jax.tree.map(first, params)
-    own = {**jax.tree.map(share, dict(context)), **jax.tree.map(first, dict(rows))}
+    x, w, own = layer_structs(x_BTD, params, context, rows, num_replicas)
     axes = jax.tree.map(lambda one: None if one.shape[0] == 1 else 0, dict(context))
     axes |= dict.fromkeys(rows)
     draw, replicas = None, Replicas(active)
     with in_force(replicas.inner):
         types = product_types(body, x, w, own)
         if parts := drawn_shapes(body, x, w, own):
-            every = {**jax.tree.map(struct, dict(context)), **jax.tree.map(first, dict(rows))}
-            draw = Draw.of(body, struct(x_BTD), w, every, parts, replicas)
+            every, _, around = layer_structs(x_BTD, params, context, rows, 1)
+            draw = Draw.of(body, every, w, around, parts, replicas)
             own[DRAWS], axes[DRAWS] = draw.parts, draw.axes
             body = draw.taken(body)
         layer = jax.checkpoint(body, policy=policy, prevent_cse=False)
@@ -161,10 +148,37 @@ def _of_types(w: PyTree, types: list[Any]) -> PyTree:
     return jax.tree.unflatten(tree, [jax.ShapeDtypeStruct(one.shape, t) for one, t in pairs])
 
 
-def struct(x: Any, shape: tuple[int, ...] | None = None) -> jax.ShapeDtypeStruct:
-    """An array's struct, of another shape perhaps, in the type that JAX gives a NumPy array."""
+def layer_structs(
+    x_BTD: Any, params: PyTree, context: Mapping[str, Any], rows: Mapping[str, Any], pieces: int
+) -> tuple[jax.ShapeDtypeStruct, PyTree, dict[str, Any]]:
+    """What one layer takes on one of several equal pieces of the batch, as structs.
+
+    Args:
+        x_BTD: The residual stream, of all of the batch.
+        params: Stacked, `(layers, ...)`.
+        context: Arrays `(batch or 1, ...)`, the same for all layers.
+        rows: What differs between layers, `(layers, ...)`.
+        pieces: Into how many the batch is divided.
+
+    Returns:
+        The stream, one layer's parameters, and its context with its row.
+    """
+
+    def piece(x: Any) -> jax.ShapeDtypeStruct:
+        size = x.shape[0] if x.shape[0] == 1 else x.shape[0] // pieces
+        return _struct(x, (size, *x.shape[1:]))
+
+    def first(w: Any) -> jax.ShapeDtypeStruct:
+        return _struct(w, w.shape[1:])
+
+    own = {**jax.tree.map(piece, dict(context)), **jax.tree.map(first, dict(rows))}
+    return piece(x_BTD), jax.tree.map(first, params), own
+
+
+def _struct(x: Any, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+    """A struct of this shape in the type that JAX gives a NumPy array like `x`."""
     dtype = jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)
-    return jax.ShapeDtypeStruct(x.shape if shape is None else shape, dtype)
+    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def product_types(body: Callable[..., Any], x: Any, w: PyTree, context: Any) -> list[Any]:

@@ -34,6 +34,7 @@ from jaxtp.models.llama.parts import parts_of
 from jaxtp.models.llama.rotary import angles, layer_frequencies, rotary_of, sliding_layers
 from jaxtp.models.moe import GatedMLP, MoE, Routing
 from jaxtp.models.projections import Linear, TokenTable, products
+from jaxtp.models.quantized import is_quantized
 from jaxtp.plan.stored_form import mask_padding
 
 
@@ -92,7 +93,7 @@ class Attention(nnx.Module):
         """Attention over earlier tokens of the same segment, (batch, tokens, hidden size)."""
         config = self.config
         k_proj, v_proj = self.k_proj, self.v_proj
-        if cache is None and config.quantize == "none":
+        if cache is None and not is_quantized(config):
             # Under a plan that splits queries further than keys, K below counts a kv head once for
             # each device that needs it: that makes gradients cheaper, and a cache larger.
             k_proj, v_proj = self._spread(k_proj), self._spread(v_proj)

@@ -15,26 +15,9 @@ import jax
 import numpy as np
 from jax.extend.core import Jaxpr, Literal
 
-from jaxtp.rules.jaxpr.primitives import PRIMITIVES
+from jaxtp.rules.jaxpr.primitives import ELEMENTWISE, PRIMITIVES
 from jaxtp.rules.jaxpr.reentry import checkpoint, custom_jvp, custom_vjp, inline, same_rank, scan
-from jaxtp.rules.jaxpr.walk import bare, where
-
-ELEMENTWISE = frozenset(
-    [
-        *("abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2"),
-        *("atanh", "cbrt", "ceil", "clamp", "convert_element_type", "copy", "cos", "cosh"),
-        *("digamma", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor"),
-        *("ge", "gt", "imag", "integer_pow", "is_finite", "le", "lgamma", "log", "log1p"),
-        *("logistic", "lt", "max", "min", "mul", "name", "ne", "neg", "nextafter", "not"),
-        *("optimization_barrier", "or", "pow", "real", "reduce_precision", "rem", "round"),
-        *("rsqrt", "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical"),
-        *("sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor"),
-    ]
-)
-"""Primitives that work position by position."""
-
-
-UNKNOWN = "an unknown line"
+from jaxtp.rules.jaxpr.walk import UNKNOWN, bare, where
 
 SIZES = ("shape", "new_sizes", "start_indices", "limit_indices", "slice_sizes", "sharding")
 """Parameters of equations that hold sizes; the rules look at them."""

@@ -89,6 +89,20 @@ PRIMITIVES: Mapping[str, Primitive] = {
 }
 """Primitive name -> its row. A key of `_ROWS` lists several that behave alike."""
 
+ELEMENTWISE = frozenset(
+    [
+        *("abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2"),
+        *("atanh", "cbrt", "ceil", "clamp", "convert_element_type", "copy", "cos", "cosh"),
+        *("digamma", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor"),
+        *("ge", "gt", "imag", "integer_pow", "is_finite", "le", "lgamma", "log", "log1p"),
+        *("logistic", "lt", "max", "min", "mul", "name", "ne", "neg", "nextafter", "not"),
+        *("optimization_barrier", "or", "pow", "real", "reduce_precision", "rem", "round"),
+        *("rsqrt", "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical"),
+        *("sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor"),
+    ]
+)
+"""Primitives that work position by position; their dims need no row, see `control.default`."""
+
 SIGNATURES: Mapping[str, str] = {
     # jax.nn.dot_product_attention(implementation="cudnn"), (batch, time, heads, width).
     "dot_product_attention_fwd_wrapper": "bthd,bskd,bskv,bhts->bthv",

@@ -8,11 +8,12 @@ same equation, so that what is read can also be run.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Literal
 
 from jaxtp.rules.jaxpr.walk import Value
 
@@ -51,6 +52,11 @@ def bind(equation: Any, operands: Sequence[Any]) -> list[Any]:
     params = equation.primitive.get_bind_params(equation.params)
     results = equation.primitive.bind(*operands, **params)
     return list(results) if equation.primitive.multiple_results else [results]
+
+
+def read(var: Any, known: Mapping[Any, Any]) -> Any:
+    """What a variable or a literal of a jaxpr holds."""
+    return var.val if isinstance(var, Literal) else known[var]
 
 
 def inline(call: Call, operands: list[Any]) -> list[Any]:

@@ -124,6 +124,10 @@ LINEAR_MAPS = (f"{os.sep}flax{os.sep}", os.path.join("jaxtp", "models", "project
 """Parts of the names of files that models call for their products."""
 
 
+UNKNOWN = "an unknown line"
+"""What texts say in place of a line that `where` does not know."""
+
+
 def where(equation: Any) -> str:
     """The line that wrote an equation: "file.py:83 (Attention.__call__)", "" if it is not known.
 
