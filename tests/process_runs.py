@@ -51,8 +51,9 @@ def steps(*run, fault="", culprit="1", seconds="0"):
     step = jax.jit(lambda x: x / x.sum(), out_shardings=sharding)
     x = jax.device_put(jnp.ones(8), sharding)
     # Loops of users have no watchdog.
-    watchdog = jaxtp.watchdog(float(seconds), mesh)
-    with watchdog if float(seconds) >= 0 else contextlib.nullcontext(lambda _: None) as done:
+    has_watchdog = float(seconds) >= 0
+    unwatched = contextlib.nullcontext(lambda _: None)
+    with jaxtp.watchdog(float(seconds), mesh) if has_watchdog else unwatched as done:
         for number in range(1, STEPS + 1):
             if number == FAULT_STEP and jax.process_index() == int(culprit):
                 print(f"fault at {time.time()}", flush=True)  # noqa: T201
