@@ -7,7 +7,17 @@ from jaxtp.errors import ConflictingDecisions, JaxtpWarning
 from jaxtp.mesh.axes import MeshShape
 from jaxtp.plan import trees
 from jaxtp.plan.trees import Param
-from jaxtp.rules import annotations, fallback, heads, model_tree, names, path_words, resolve
+from jaxtp.rules import (
+    annotations,
+    factoring,
+    fallback,
+    heads,
+    model_tree,
+    names,
+    path_words,
+    resolve,
+    review,
+)
 from jaxtp.rules.model_dims import ModelDims
 from jaxtp.rules.roles import Placement, Role, Source, Vote
 from jaxtp.rules.words import Word
@@ -330,9 +340,9 @@ def test_the_stronger_source_wins_and_keeps_what_the_weaker_said():
     assert claim.vote is strong
     assert claim.reasons == ("names: NAMES says so (overruled)", "dataflow: DATAFLOW says so")
     shape = MeshShape.of({"tp": 2})
-    _, decisions = fallback.fit([claim], shape)
+    decisions = fallback.fit([claim], factoring.factor([claim], shape)[1], shape)
     with pytest.warns(JaxtpWarning, match="w: dataflow overrules names"):
-        assert resolve.disagreements([claim], decisions, shape)
+        assert review.review([claim], decisions, shape, [], strict=False, budget=1.0)
 
 
 def test_sources_that_choose_the_same_do_not_disagree():
@@ -342,9 +352,9 @@ def test_sources_that_choose_the_same_do_not_disagree():
     odd = Vote("w", Source.DATAFLOW, Role.EXPERT, "", (Placement(1, (3,)), Placement(0, (8,))))
     for strong in (both, odd):
         (claim,) = resolve.decide(PARAM, [strong, first])
-        _, decisions = fallback.fit([claim], shape)
+        decisions = fallback.fit([claim], factoring.factor([claim], shape)[1], shape)
         assert decisions[0].dim_on(shape.tp) == 0
-        assert not resolve.disagreements([claim], decisions, shape)
+        assert not review.review([claim], decisions, shape, [], strict=False, budget=1.0)
 
 
 def test_equal_sources_that_disagree_are_an_error():
@@ -367,7 +377,9 @@ def fit(votes_units, tp, policy="factor"):
         Vote(n, Source.NAMES, Role.COLUMN, "", (Placement(0, u),), "group")
         for n, u in votes_units.items()
     ]
-    mesh, decisions = fallback.fit(resolve.decide(params, votes), MeshShape.of({"tp": tp}), policy)
+    claims = resolve.decide(params, votes)
+    mesh, shares = factoring.factor(claims, MeshShape.of({"tp": tp}), policy)
+    decisions = fallback.fit(claims, shares, mesh, policy)
     return [mesh.ways(d.spec[0]) for d in decisions], str(mesh)
 
 
@@ -392,8 +404,8 @@ def test_the_order_of_factors_serves_most_bytes():
         Vote("small", Source.NAMES, Role.COLUMN, "", (Placement(0, (4,)),)),
         Vote("large", Source.NAMES, Role.COLUMN, "", (Placement(0, (9,)),)),
     ]
-    mesh, decisions = fallback.fit(resolve.decide(params, votes), MeshShape.of({"tp": 12}))
-    assert mesh.ways(decisions[1].spec[0]) == 3
+    mesh, shares = factoring.factor(resolve.decide(params, votes), MeshShape.of({"tp": 12}))
+    assert (str(mesh), [share.ways for share in shares]) == ("tp_0=3 x tp_1=4", [1, 3])
 
 
 @pytest.mark.parametrize("num", [4, 6, 7])

@@ -78,6 +78,10 @@ class Axis(StrEnum):
         return tuple(axis for axis in cls if what in axis.shards)
 
 
+Widths = Mapping[int, tuple[str, ...]]
+"""Ways that a tensor axis offers, the widest first, 1 last -> the axes that they are along."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class MeshShape:
     """Ordered axis sizes and what each axis is for.
@@ -171,6 +175,11 @@ class MeshShape:
         return self.sharding(Shards.BATCH)
 
     @property
+    def batch_ways(self) -> int:
+        """Into how many shards the axes of the batch together divide it."""
+        return self.ways(self.batch)
+
+    @property
     def sequence(self) -> tuple[str, ...]:
         """Axes that may shard activations along the sequence, major to minor."""
         return self.sharding(Shards.SEQUENCE)
@@ -242,6 +251,11 @@ class MeshShape:
     def prefixes(self) -> tuple[tuple[str, ...], ...]:
         """Prefixes of the factored tensor axis, widest first, the empty one last."""
         return tuple(self.tp[:n] for n in range(len(self.tp), -1, -1))
+
+    @property
+    def widths(self) -> Widths:
+        """The prefixes of the tensor axis by the ways that each offers; `()` where that is 1."""
+        return {self.ways(axes): axes for axes in self.prefixes()}
 
     def fit(self, units: Sequence[int]) -> tuple[str, ...]:
         """The widest prefix of the tensor axis that divides these units; `()` if none does.

@@ -39,7 +39,7 @@ from jaxtp.placement.boxes import name_axes_of_mesh
 from jaxtp.placement.replicas import check_agreement
 from jaxtp.placement.train_state import Overrides, Slot, check, slots
 from jaxtp.plan.decisions import Plan, check_plan
-from jaxtp.plan.stored_form import Padding, pad, read, stored_shape, unpad
+from jaxtp.plan.stored_form import Padding, pad, read, unpad
 from jaxtp.plan.trees import FlatTree, Param, PyTree, is_key_type, map_with_path, partition_spec
 from jaxtp.rules.planner import make_plan
 from jaxtp.rules.review import WHAT_TO_GIVE
@@ -76,18 +76,16 @@ def shard(
         BadMesh: TP010, if arrays are to be placed on a mesh without devices.
         JaxtpError: whatever `make_plan` and `jaxtp.state_specs` raise.
     """
-    given = plan is not None
-    plan = plan_for(tree, mesh, plan, options)
+    used = plan_for(tree, mesh, plan, options)
     warn_of_explicit_axes(mesh)
     flat = FlatTree.of(tree)
-    shapes = flat.shapes()
-    found = slots(shapes, plan, state_overrides, complete=given)
+    found = slots(flat.shapes(), used, state_overrides, complete=plan is not None)
     if isinstance(mesh, Mesh) and mesh.is_multi_process:
-        check_agreement({"plan": plan.to_json()}, flat.values)
+        check_agreement({"plan": used.to_json()}, flat.values)
     is_abstract = all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in flat.values.values())
     shapes_only = is_abstract and not isinstance(mesh, Mesh)
-    target = abstract_mesh(plan.mesh) if shapes_only else plan_mesh(mesh, plan.mesh)
-    named = name_axes_of_mesh(flat, found, plan.mesh)
+    target = abstract_mesh(used.mesh) if shapes_only else plan_mesh(mesh, used.mesh)
+    named = name_axes_of_mesh(flat, found, used.mesh)
     return place(named, found, target)
 
 
@@ -99,36 +97,34 @@ def plan_for(tree: PyTree, mesh: Any, plan: Plan | None, options: Mapping[str, A
     Raises:
         BadConfig: TP020, if there are both.
     """
-    if plan is None:
-        plan = make_plan(tree, mesh, **options)
-        codes = (NothingSharded.code, ReplicatedTooMuch.code)
-        if wasteful := [note for note in plan.notes if note.startswith(codes)]:
-            warn(f"{wasteful[0]}\n  fix: {WHAT_TO_GIVE}")
+    if plan is not None:
+        check_plan(plan)
+        if options:
+            raise BadConfig(
+                f"a plan is given, so {join(options)} would have no effect",
+                fix="give these options to make_plan, or leave the plan out",
+            )
         return plan
-    check_plan(plan)
-    if options:
-        raise BadConfig(
-            f"a plan is given, so {join(options)} would have no effect",
-            fix="give these options to make_plan, or leave the plan out",
-        )
-    return plan
+    made = make_plan(tree, mesh, **options)
+    codes = (NothingSharded.code, ReplicatedTooMuch.code)
+    if wasteful := [note for note in made.notes if note.startswith(codes)]:
+        warn(f"{wasteful[0]}\n  fix: {WHAT_TO_GIVE}")
+    return made
 
 
 def place(flat: FlatTree, found: Mapping[str, Slot], mesh: Mesh | AbstractMesh) -> PyTree:
     """The tree with every leaf in its slot of `mesh`; the slots are known to be legal."""
     places = {path: NamedSharding(mesh, partition_spec(slot.spec)) for path, slot in found.items()}
     with auto_context():
-        return flat.like(
-            put(leaf, places[path], found[path].padding) for path, leaf in flat.values.items()
-        )
+        return flat.like(put(leaf, places[path], found[path]) for path, leaf in flat.values.items())
 
 
-def put(leaf: Any, sharding: NamedSharding, padding: Padding = ()) -> Any:
-    """One leaf in its place and in its stored form.
+def put(leaf: Any, sharding: NamedSharding, slot: Slot | None = None) -> Any:
+    """One leaf in its place and in its stored form, which is its own if no slot says otherwise.
 
     What lies in its place already has its stored form; see `pad` for the others.
     """
-    stored = stored_shape(np.shape(leaf), padding)
+    stored, padding = (np.shape(leaf), ()) if slot is None else (slot.stored, slot.padding)
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf.update(shape=stored, sharding=sharding)
     # What one process has alone, it takes its devices' slices of, as of a host array.

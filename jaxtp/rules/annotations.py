@@ -1,5 +1,6 @@
 """Evidence that somebody wrote down: overrides, and annotations already on the tree."""
 
+import dataclasses
 import difflib
 import itertools
 import re
@@ -40,6 +41,35 @@ UNSHARDED = STREAM - {"model"} | {
     "relpos_buckets", "abspos_buckets", "unmodeled", "conv", "conv_in", "conv_out",
 }  # fmt: skip
 """Logical names of dims that tensor parallelism leaves alone."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Written:
+    """What somebody wrote down about the parameters of a tree.
+
+    Attributes:
+        votes: What is known by it, overrides last.
+        notes: Sentences on what says nothing here.
+    """
+
+    votes: tuple[Vote, ...]
+    notes: tuple[str, ...]
+
+
+def read(params: Mapping[str, Param], mesh: MeshShape, overrides: Mapping[str, Any]) -> Written:
+    """Annotations of a tree and overrides of it.
+
+    Args:
+        params: The tree.
+        mesh: The user's mesh, whose axes a spec may use.
+        overrides: As in `override_votes`.
+
+    Raises:
+        UnusedOverride, ConflictingDecisions, BadSpec: as in `override_votes`.
+    """
+    notes = tuple(unknown_names(params, mesh))
+    votes = (*annotation_votes(params, mesh), *override_votes(params, mesh, overrides))
+    return Written(votes, notes)
 
 
 def override_votes(
@@ -182,6 +212,4 @@ def _physical_vote(param: Param, spec: Spec, text: str, mesh: MeshShape) -> Vote
         (dim,) = on_tensor
         placement = Placement(dim, (param.shape[dim],))
         return Vote(param.path, Source.ANNOTATION, Role.GIVEN, text, (placement,))
-    return Vote(
-        param.path, Source.ANNOTATION, Role.GIVEN, text, spec=canonical(spec, len(spec), param.path)
-    )
+    return Vote(param.path, Source.ANNOTATION, Role.GIVEN, text, spec=_checked(spec, param, mesh))

@@ -16,8 +16,9 @@ from collections.abc import Iterator, Sequence
 
 from jaxtp.hardware.links import wire_bytes
 from jaxtp.mesh.axes import MeshShape
-from jaxtp.plan.decisions import POLICIES, ParamDecision
+from jaxtp.plan.decisions import ParamDecision
 from jaxtp.plan.trees import Spec
+from jaxtp.rules.factoring import Share
 from jaxtp.rules.fallback import price
 from jaxtp.rules.resolve import Claim
 from jaxtp.rules.roles import Fused, Placement
@@ -44,24 +45,25 @@ class Way:
 
 
 def hold(
-    claims: Sequence[Claim], decisions: Sequence[ParamDecision], mesh: MeshShape, policy: str
+    claims: Sequence[Claim],
+    shares: Sequence[Share],
+    decisions: Sequence[ParamDecision],
+    mesh: MeshShape,
 ) -> tuple[ParamDecision, ...]:
     """The decisions with every fused array in its cheapest way; among equals, the smallest.
 
     Args:
         claims: One per parameter.
+        shares: One per claim: how many ways the pieces of a fused array can go.
         decisions: One per claim, fused arrays replicated.
         mesh: The plan's mesh shape.
-        policy: As in `fallback.fit`; some take no less than all of the tensor axis.
     """
-    replicas = mesh.ways(mesh.batch)
+    widths, tp, replicas = mesh.widths, mesh.tp_size, mesh.batch_ways
     held: list[ParamDecision] = []
-    for claim, decision in zip(claims, decisions, strict=True):
-        fused = claim.vote.fused
-        axes = mesh.fit(fused.units) if fused else ()
-        if fused and axes and (POLICIES[policy] or axes == mesh.tp):
-            size, tp = mesh.ways(axes), mesh.tp_size
-            ways = list(_ways(decision, fused, axes, size, replicas))
+    for claim, share, decision in zip(claims, shares, decisions, strict=True):
+        fused, size = claim.vote.fused, share.ways
+        if fused and size > 1:
+            ways = list(_ways(decision, fused, widths[size], size, replicas))
             best = min(ways, key=lambda way: (way.wire, way.held))
             reason = (
                 f"{best.what}, the cheapest with `parallelize` for a layer forward and backward, "

@@ -15,6 +15,7 @@ from jaxtp.rules import (
     annotations,
     dataflow,
     experts,
+    factoring,
     fallback,
     fsdp,
     fused,
@@ -90,36 +91,30 @@ def make_plan(
         NothingSharded, ReplicatedTooMuch, IdleDevices: TP042, TP043, TP011, under `strict`.
     """
     shape = MeshShape.of(mesh, axis_names)
+    faults = review.faults_of(mesh, shape)
     tree = trees.parameters(params)
     leaves = trees.flatten(tree)
     dims = ModelDims.of(config, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
     traced = dataflow.trace(fn, tree, inputs)
-    votes = [
-        *names.votes(leaves, dims),
-        *traced.votes,
-        *annotations.annotation_votes(leaves, shape),
-        *annotations.override_votes(leaves, shape, overrides or {}),
-    ]
+    written = annotations.read(leaves, shape, overrides or {})
+    votes = (*names.votes(leaves, dims), *traced.votes, *written.votes)
     claims = resolve.decide(leaves, votes)
     local = experts.local_share(claims, shape)
-    shape, decisions = fallback.fit(local, shape, policy, pad_vocab=bool(pad_vocab))
+    shape, shares = factoring.factor(local, shape, policy)
+    decisions = fallback.fit(local, shares, shape, policy, pad_vocab=bool(pad_vocab))
     fallback.check_masked(decisions, pad_vocab, config, traced.masked)
-    decisions = fused.hold(claims, decisions, shape, policy)
+    decisions = fused.hold(claims, shares, decisions, shape)
     decisions = experts.assign(claims, decisions, shape)
     stages, decisions = pipeline.deal(claims, decisions, shape, stages)
     decisions = fsdp.spread(claims, decisions, shape, zero)
-    notes = (
-        *annotations.unknown_names(leaves, shape),
-        *resolve.disagreements(claims, decisions, shape),
-        *review.review(decisions, shape, mesh, strict=strict, budget=replicated_budget),
-    )
+    found = review.review(claims, decisions, shape, faults, strict=strict, budget=replicated_budget)
     plan = Plan(
         mesh=shape,
         decisions=decisions,
         policy=policy,
         zero=zero if shape.name_of(Axis.FSDP) else 0,
         stages=stages,
-        notes=notes,
+        notes=(*written.notes, *found),
     )
     if traced.analysis is None:
         return plan

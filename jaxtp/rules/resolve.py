@@ -6,11 +6,9 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
-from jaxtp.errors import ConflictingDecisions, Problems, warn
-from jaxtp.mesh.axes import MeshShape
-from jaxtp.plan.decisions import ParamDecision
+from jaxtp.errors import ConflictingDecisions, Problems
 from jaxtp.plan.trees import Param
-from jaxtp.rules.roles import Placement, Role, Source, Vote
+from jaxtp.rules.roles import Placement, Role, Vote
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,6 +30,11 @@ class Claim:
     reasons: tuple[str, ...]
     overruled: tuple[Vote, ...] = ()
     stacked_dims: tuple[int, ...] = ()
+
+    @property
+    def forgone(self) -> Placement | None:
+        """What the evidence that is overruled would have sharded first."""
+        return next((p for v in self.overruled for p in v.placements if p is not None), None)
 
 
 def decide(params: Mapping[str, Param], votes: Iterable[Vote]) -> list[Claim]:
@@ -85,10 +88,10 @@ def agree(a: Vote, b: Vote) -> bool:
     Choices are compared, not lists of them: what to take where the first does not divide is known
     to one source and not to another, and not knowing it is no opinion.
     """
-    return a.spec == b.spec and _choice(a) == _choice(b)
+    return a.spec == b.spec and choice_of(a) == choice_of(b)
 
 
-def _choice(vote: Vote) -> int | None:
+def choice_of(vote: Vote) -> int | None:
     """The dim that a vote would split, if it divides; None to replicate the parameter."""
     return next((placement and placement.dim for placement in vote.placements), None)
 
@@ -109,28 +112,6 @@ def _finer(mine: Placement | None, theirs: Placement | None) -> Placement | None
     if mine is None or theirs is None:
         return mine
     return theirs if math.prod(theirs.units) < math.prod(mine.units) else mine
-
-
-def disagreements(
-    claims: Iterable[Claim], decisions: Iterable[ParamDecision], mesh: MeshShape
-) -> list[str]:
-    """Where the dataflow overruled the names: one sentence a parameter, with both reasons.
-
-    Not where the dim that was split in the end is the one that the names chose as well: experts
-    that do not divide are split inside, which is what their names may have said at once.
-
-    Warns once for all of them: names that lie are worth a look, though the plan is right.
-    """
-    found = [
-        f"{claim.param.path}: dataflow overrules names ({'; '.join(claim.reasons)})"
-        for claim, decision in zip(claims, decisions, strict=True)
-        if claim.vote.source is Source.DATAFLOW
-        and any(_choice(vote) != decision.dim_on(mesh.tp) for vote in claim.overruled)
-    ]
-    if found:
-        more = f" (and {len(found) - 1} more in plan.notes)" if len(found) > 1 else ""
-        warn(f"{found[0]}{more}")
-    return found
 
 
 def _overrules(winner: Vote, vote: Vote) -> bool:

@@ -19,21 +19,29 @@ from jaxtp.errors import (
 from jaxtp.mesh.axes import Axis, MeshShape, Shards
 from jaxtp.mesh.build import hosts_along, idle_devices
 from jaxtp.plan.decisions import ParamDecision
-from jaxtp.rules.roles import Role
+from jaxtp.rules.resolve import Claim, choice_of
+from jaxtp.rules.roles import Role, Source
 
 WHAT_TO_GIVE = "give heads= or config=, or fn= and inputs=; or add overrides="
 """What tells jaxtp more about a model of which it could not place enough."""
 
 
 def review(
-    decisions: Sequence[ParamDecision], shape: MeshShape, mesh: Any, *, strict: bool, budget: float
+    claims: Sequence[Claim],
+    decisions: Sequence[ParamDecision],
+    shape: MeshShape,
+    faults: Sequence[JaxtpError],
+    *,
+    strict: bool,
+    budget: float,
 ) -> tuple[str, ...]:
     """Sentences about the plan altogether.
 
     Args:
-        decisions: All of them.
+        claims: What each parameter should have got.
+        decisions: One per claim: what it gets.
         shape: The plan's mesh shape.
-        mesh: The user's mesh, for what a shape cannot tell: idle devices and hosts.
+        faults: What is wrong with the user's mesh itself; see `faults_of`.
         strict: Whether to raise instead.
         budget: Share of all bytes that replicated matrices may take.
 
@@ -43,7 +51,7 @@ def review(
     """
     check_budget(budget)
     useless = _useless_axes(decisions, shape)
-    found = [*useless, *_mesh(shape, mesh)]
+    found = [*useless, *faults]
     if shape.tp_size > 1:
         found[:0] = [
             *_nothing(decisions, shape),
@@ -57,8 +65,12 @@ def review(
         problems.raise_any()
     if useless:
         warn(str(useless[0]))
-    alone = _no_experts(decisions, shape)
-    return (*alone, *map(note_of, found), *_costly_annotations(decisions))
+    return (
+        *_overruled_names(claims, decisions, shape),
+        *_no_experts(decisions, shape),
+        *map(note_of, found),
+        *_costly_annotations(decisions),
+    )
 
 
 def note_of(error: JaxtpError) -> str:
@@ -92,6 +104,28 @@ def _useless_axes(decisions: Sequence[ParamDecision], shape: MeshShape) -> list[
         for name, size in shape.sizes
         if size > 1 and name not in used
     ]
+
+
+def _overruled_names(
+    claims: Sequence[Claim], decisions: Sequence[ParamDecision], shape: MeshShape
+) -> list[str]:
+    """Where the dataflow overruled the names: one sentence a parameter, with both reasons.
+
+    Not where the dim that was split in the end is the one that the names chose as well: experts
+    that do not divide are split inside, which is what their names may have said at once.
+
+    Warns once for all of them: names that lie are worth a look, though the plan is right.
+    """
+    found = [
+        f"{claim.param.path}: dataflow overrules names ({'; '.join(claim.reasons)})"
+        for claim, decision in zip(claims, decisions, strict=True)
+        if claim.vote.source is Source.DATAFLOW
+        and any(choice_of(vote) != decision.dim_on(shape.tp) for vote in claim.overruled)
+    ]
+    if found:
+        more = f" (and {len(found) - 1} more in plan.notes)" if len(found) > 1 else ""
+        warn(f"{found[0]}{more}")
+    return found
 
 
 def _no_experts(decisions: Sequence[ParamDecision], shape: MeshShape) -> list[str]:
@@ -169,7 +203,13 @@ def _groups(decisions: Sequence[ParamDecision], shape: MeshShape) -> list[JaxtpE
     return found
 
 
-def _mesh(shape: MeshShape, mesh: Any) -> list[JaxtpError]:
+def faults_of(mesh: Any, shape: MeshShape) -> list[JaxtpError]:
+    """What only the user's mesh can tell, and no shape: idle devices, a tensor axis across hosts.
+
+    Args:
+        mesh: As given to `make_plan`.
+        shape: Its shape.
+    """
     found: list[JaxtpError] = []
     if (idle := idle_devices(mesh)) > 0:
         found.append(
