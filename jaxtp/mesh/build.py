@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxtp.errors import BadMesh, IdleDevices, join, warn
+from jaxtp.errors import BadMesh, IdleDevices, JaxtpError, join, warn
 from jaxtp.mesh.axes import Axis, MeshShape, is_count
 
 
@@ -246,6 +246,31 @@ def auto_context(mesh: Mesh | AbstractMesh | None = None) -> Generator[None]:
     empty = Mesh(np.empty((), dtype=object), ())
     with jax.set_mesh(empty if mesh is None else auto_mesh(mesh)):
         yield
+
+
+def faults_of(mesh: Any, shape: MeshShape) -> list[JaxtpError]:
+    """What only the user's mesh can tell, and no shape: idle devices, a tensor axis across hosts.
+
+    Args:
+        mesh: As given to `make_plan`.
+        shape: Its shape.
+    """
+    found: list[JaxtpError] = []
+    if (idle := idle_devices(mesh)) > 0:
+        found.append(
+            IdleDevices(
+                f"the mesh {shape} leaves {idle} of {idle + shape.num_devices} devices idle",
+                fix="use all devices: jaxtp.make_mesh(tp=..., dp=-1)",
+            )
+        )
+    if (hosts := hosts_along(mesh, shape)) > 1:
+        found.append(
+            BadMesh(
+                f"one tensor-parallel group spans {hosts} hosts, outside the NVLink domain",
+                fix="make tp the innermost axis and at most the GPUs of one host",
+            )
+        )
+    return found
 
 
 def idle_devices(mesh: Any) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from jaxtp.mesh.axes import Axis, MeshShape
+from jaxtp.mesh.build import faults_of
 from jaxtp.plan import trees
 from jaxtp.plan.decisions import Plan
 from jaxtp.plan.stages import Stages
@@ -91,7 +92,7 @@ def make_plan(
         NothingSharded, ReplicatedTooMuch, IdleDevices: TP042, TP043, TP011, under `strict`.
     """
     shape = MeshShape.of(mesh, axis_names)
-    faults = review.faults_of(mesh, shape)
+    faults = faults_of(mesh, shape)
     tree = trees.parameters(params)
     leaves = trees.flatten(tree)
     dims = ModelDims.of(config, heads=heads, kv_heads=kv_heads, head_dim=head_dim)

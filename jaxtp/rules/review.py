@@ -2,11 +2,9 @@
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 from jaxtp.errors import (
     BadConfig,
-    BadMesh,
     ConflictingDecisions,
     IdleDevices,
     JaxtpError,
@@ -17,7 +15,6 @@ from jaxtp.errors import (
     warn,
 )
 from jaxtp.mesh.axes import Axis, MeshShape, Shards
-from jaxtp.mesh.build import hosts_along, idle_devices
 from jaxtp.plan.decisions import ParamDecision
 from jaxtp.rules.resolve import Claim, choice_of
 from jaxtp.rules.roles import Role, Source
@@ -41,7 +38,7 @@ def review(
         claims: What each parameter should have got.
         decisions: One per claim: what it gets.
         shape: The plan's mesh shape.
-        faults: What is wrong with the user's mesh itself; see `faults_of`.
+        faults: What is wrong with the user's mesh itself; see `jaxtp.mesh.build.faults_of`.
         strict: Whether to raise instead.
         budget: Share of all bytes that replicated matrices may take.
 
@@ -200,29 +197,4 @@ def _groups(decisions: Sequence[ParamDecision], shape: MeshShape) -> list[JaxtpE
                         fix="give all members of the group the same number of ways",
                     )
                 )
-    return found
-
-
-def faults_of(mesh: Any, shape: MeshShape) -> list[JaxtpError]:
-    """What only the user's mesh can tell, and no shape: idle devices, a tensor axis across hosts.
-
-    Args:
-        mesh: As given to `make_plan`.
-        shape: Its shape.
-    """
-    found: list[JaxtpError] = []
-    if (idle := idle_devices(mesh)) > 0:
-        found.append(
-            IdleDevices(
-                f"the mesh {shape} leaves {idle} of {idle + shape.num_devices} devices idle",
-                fix="use all devices: jaxtp.make_mesh(tp=..., dp=-1)",
-            )
-        )
-    if (hosts := hosts_along(mesh, shape)) > 1:
-        found.append(
-            BadMesh(
-                f"one tensor-parallel group spans {hosts} hosts, outside the NVLink domain",
-                fix="make tp the innermost axis and at most the GPUs of one host",
-            )
-        )
     return found
