@@ -154,7 +154,7 @@ def moe_scatter(s: Sizes) -> Case:
 
 @model
 def moe_picked(s: Sizes) -> Case:
-    """Each token picks its expert's matrices by index, and its bias rows."""
+    """Each token picks its expert's matrices by index, and its bias rows: width is split."""
     s = dataclasses.replace(s, batch=max(s.batch, 2))
 
     def fn(p, x):
@@ -164,7 +164,8 @@ def moe_picked(s: Sizes) -> Case:
         return x + jnp.einsum("btf,btfd->btd", hidden, p["down"][chosen])
 
     params = expert_params(s) | {"bias": f32(s.experts, s.ffn)}
-    return Case(fn, params, (stream(s),), expert_expected(s) | {"bias": (0, (s.experts,))})
+    width = {"gate": (2, (s.ffn,)), "up": (2, (s.ffn,)), "down": (1, (s.ffn,))}
+    return Case(fn, params, (stream(s),), width | {"bias": (1, (s.ffn,))})
 
 
 @model

@@ -43,7 +43,9 @@ class Known:
         contracted: Contractions that sum over it.
         layer: Whether a scan runs along it.
         stacked: Whether weights are stacked along it.
-        ragged: Whether a ragged product picks along it.
+        multiplied: Whether a product takes all of these at once.
+        picks: What picks weights along it, if no product takes them all: "group", a ragged product;
+            "index", a gather, which gives each token matrices of its own.
         chosen: Whether a computed index is compared with a range along it (one-hot dispatch).
         tables: Token tables whose rows it is.
         whole: Why it must not be sharded.
@@ -57,7 +59,8 @@ class Known:
     contracted: list[Contraction] = dataclasses.field(default_factory=list[Contraction])
     layer: bool = False
     stacked: bool = False
-    ragged: bool = False
+    multiplied: bool = False
+    picks: str = ""
     chosen: bool = False
     tables: list[Lookup] = dataclasses.field(default_factory=list[Lookup])
     whole: list[str] = dataclasses.field(default_factory=list[str])
@@ -212,11 +215,15 @@ class Evidence:
                         )
                 for atom in classes_in(fact.batch):
                     self._note(atom).stacked = True
-                    self._note(atom).ragged |= fact.ragged
+                    if fact.ragged:
+                        self._note(atom).picks = "group"
+                    self._note(atom).multiplied |= not fact.ragged
                 self.uses.get(fact.path, []).append(fact)
             case Lookup():
                 for atom in classes_in((fact.rows,)):
                     self._note(atom).stacked |= fact.kind == "experts"
+                    if fact.kind == "experts":
+                        self._note(atom).picks = self._note(atom).picks or "index"
                     if fact.kind == "tokens":
                         self._note(atom).tables.append(fact)
                 if fact.kind == "tokens":

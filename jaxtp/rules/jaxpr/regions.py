@@ -31,9 +31,10 @@ class Region:
         options: Path -> where the parameter would be split.
         weight: Elements of those parameters; twice as many for experts, which beat the width inside
             them at an equal price on the wire because each expert's products stay on one device.
-        gathered: Whether XLA gathers what is split along it: experts that a ragged product picks.
-            It has no way to divide such a product by groups, and every device would compute all
-            of them.
+        picks: What picks experts along it, "group" or "index" (`Known.picks`); "" for all others.
+            XLA has no way to divide a ragged product by groups: every device would gather and
+            compute all of them. Of experts that an index picks it adds up, over the devices, the
+            matrices of every token.
     """
 
     name: str
@@ -41,7 +42,7 @@ class Region:
     classes: list[Atom]
     options: dict[str, Option]
     weight: int
-    gathered: bool = False
+    picks: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ class Regions:
         chosen: The regions that are split, in program order.
         split: Class -> the chosen region it is in.
         placed: Path -> the chosen region that splits it.
-        gathered: Path -> the region of experts that a ragged product picks among.
+        picked: Path -> the region of experts that are picked, by group or by index.
         instead: Path -> what to fall back on if that region cannot be split.
     """
 
@@ -74,14 +75,14 @@ class Regions:
         self.chosen = best_regions(regions, rivals)
         self.split = {atom: region for region in self.chosen for atom in region.classes}
         self.placed = {path: region for region in self.chosen for path in region.options}
-        self.gathered = {path: r for r in regions if r.gathered for path in r.options}
+        self.picked = {path: r for r in regions if r.picks for path in r.options}
         self.instead: dict[str, Option] = {}
         for region in self.chosen:
             taken = [other for other in self.chosen if other is not region]
             free = [
                 r
                 for r in rivals[region]
-                if not r.gathered and not any(other in rivals[r] for other in taken)
+                if not r.picks and not any(other in rivals[r] for other in taken)
             ]
             for other in best_regions(free, rivals):
                 self.instead |= {p: o for p, o in other.options.items() if p in region.options}
@@ -133,10 +134,13 @@ class Regions:
             if kind == INNER and not self._is_summed(classes, own):
                 continue
             size = sum(dim_size(sum(evidence.params[path], ())) for path in own)
-            gathered = any(evidence.of(atom).ragged for atom in classes)
-            weight = 0 if gathered else size * 2 if kind == EXPERT else size
+            known = [evidence.of(atom) for atom in classes]
+            picks = next((k.picks for k in known if k.picks and not k.multiplied), "")
+            # Any width inside is better; without one, an index at least stores them apart.
+            least = {"group": 0, "index": 1}
+            weight = least.get(picks, size * 2 if kind == EXPERT else size)
             name = f"{kind}{len(regions)}"
-            regions.append(Region(name, kind, classes, own, weight, gathered))
+            regions.append(Region(name, kind, classes, own, weight, picks))
         return regions
 
     def _is_summed(self, classes: list[Atom], options: Mapping[str, Option]) -> bool:

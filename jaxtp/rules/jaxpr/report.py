@@ -19,6 +19,12 @@ _INDEX = {
     "computed": "a computed index",
 }
 
+_PICKS = {
+    "group": "which a ragged product picks by group: XLA would gather all of them and compute all "
+    "on every device",
+    "index": "which an index picks: XLA would add up the matrices of every token over the devices",
+}
+
 
 class Reporter:
     """Writes findings; keeps source lines, which many parameters share."""
@@ -102,12 +108,9 @@ class Reporter:
             units = " x ".join(map(str, option.units))
             origin = next((atom.origin for atom in dim if atom.origin is not None), None)
             said.append(f"{dim_size(dim)} is seen as {factors}{self._at(origin)}; units {units}")
-        experts = self._regions.gathered.get(path)
+        experts = self._regions.picked.get(path)
         if experts not in (None, region):
-            said.append(
-                f"not along the {experts.classes[0].size} experts, which a ragged product picks by "
-                "group: XLA would gather all of them and compute all on every device"
-            )
+            said.append(f"not along the {experts.classes[0].size} experts, {_PICKS[experts.picks]}")
         if path in self._regions.instead:
             said.append(f"dim {self._regions.instead[path].dim} can be sharded instead")
         return said
