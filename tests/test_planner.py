@@ -209,7 +209,7 @@ def test_an_axis_that_shards_nothing(tp):
 @pytest.mark.parametrize("tp", [1, 2])
 def test_an_axis_of_experts_without_experts(tp):
     notes = jaxtp.make_plan(structs(llama()), {"ep": 2, "tp": tp}).notes
-    assert "ep=2: no parameter has experts, so the axis is one of data" in notes
+    assert "ep=2: no parameter has experts that it could shard, so the axis is one of data" in notes
 
 
 def test_an_unknown_head_count_is_the_reason():

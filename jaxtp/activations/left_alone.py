@@ -1,7 +1,10 @@
 """What `parallelize` leaves to XLA, and how it says so: once, with the model's own line."""
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+
+import jax
 
 from jaxtp.errors import join, warn
 from jaxtp.plan.decisions import Plan
@@ -14,6 +17,18 @@ PRODUCTS = frozenset(["dot_general", "ragged_dot", "ragged_dot_general", "conv_g
 
 NOTICED_BYTES = 2**28
 """Scores of one attention on one device, in bytes, from which they are worth a warning."""
+
+
+UNCHOSEN = "jaxtp_experts"
+"""In the names of products in which every expert works on every token; experts and chosen ones
+follow. A compiled program shows it, and a preflight what it costs."""
+
+
+def named(share: tuple[int, int] | None) -> contextlib.AbstractContextManager[Any]:
+    """Where such a product is run, with `Analysis.unchosen` of it; nothing for any other."""
+    if share is None:
+        return contextlib.nullcontext()
+    return jax.named_scope(f"{UNCHOSEN}_{share[0]}_{share[1]}")
 
 
 class Told:

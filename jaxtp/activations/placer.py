@@ -21,7 +21,7 @@ from jaxtp.activations.fused_products import (
     product_of_piece,
     value_of,
 )
-from jaxtp.activations.left_alone import PRODUCTS, lost, matters, stays_manual
+from jaxtp.activations.left_alone import PRODUCTS, lost, matters, named, stays_manual
 from jaxtp.activations.sequences import GATHERED, Meeting, Sequences, gather_tokens
 from jaxtp.activations.shared_products import convolution_at, product_at, shared
 from jaxtp.activations.token_gathers import gathers_of_tokens
@@ -89,6 +89,7 @@ class Placer:
             with (
                 user_context(equation.source_info.traceback),
                 self._sequences.running(scope, position, known),
+                named(self.analysis.unchosen.get(id(equation))),
             ):
                 results = self._equation(scope, position, operands, gathered)
         self.put(scope, equation, results, known)

@@ -9,9 +9,9 @@ import numpy as np
 
 from jaxtp.compile.causes import argument_name, unexpected
 from jaxtp.compile.collectives import Collective, find, site
+from jaxtp.compile.expert_work import costly_experts
 from jaxtp.compile.hlo import Module, parse
 from jaxtp.compile.options import CompileOptions
-from jaxtp.compile.ragged import dense_ragged
 from jaxtp.compile.report import Link, Report, Row
 from jaxtp.compile.schedule import Schedule, Window, simulate
 from jaxtp.cost.bound import Need, seconds_of
@@ -99,8 +99,8 @@ def analyse(
         versions={name: importlib.metadata.version(name) for name in ("jax", "jaxlib")},
         schedule=schedule,
     )
-    notes = (*_notes(module, report, target), dense_ragged(module, ragged_groups, schedule.flops))
-    return dataclasses.replace(report, notes=tuple(filter(None, notes)))
+    experts = costly_experts(module, found, ragged_groups, schedule.flops)
+    return dataclasses.replace(report, notes=(*_notes(module, report, target), *experts))
 
 
 def _links(

@@ -13,6 +13,12 @@ from jaxtp.compile.instruction_work import own_products
 _RAGGED = re.compile(r"chlo\.ragged_dot.*: \(tensor<[^>]*>, tensor<[^>]*>, tensor<(\d+)xi\d+>\)")
 _NAME = "ragged_dot"
 
+INSTEAD = (
+    "Give every expert the same room and multiply all by one batched product, as jaxtp.models does "
+    "(docs/experts.md)"
+)
+"""What a model should do with its experts."""
+
 
 def ragged_groups(text: str) -> int:
     """The most groups of any ragged product in a lowered program (StableHLO); 0 without any."""
@@ -44,6 +50,5 @@ def dense_ragged(module: Module, groups: int, all_flops: float) -> str:
     at = f" at {source}" if source else ""
     return (
         f"ragged_dot{at} is computed densely: all {groups} groups on every row, {groups} x the "
-        f"FLOPs needed and {flops / all_flops:.0%} of the step's. Give every group the same room "
-        "and multiply all by one batched product, as jaxtp.models does (docs/experts.md)"
+        f"FLOPs needed and {flops / all_flops:.0%} of the step's. {INSTEAD}"
     )

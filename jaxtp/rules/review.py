@@ -130,7 +130,9 @@ def _no_experts(decisions: Sequence[ParamDecision], shape: MeshShape) -> list[st
     name, size = shape.name_of(Axis.EP), shape.size_of(Axis.EP)
     if size == 1 or any(d.dim_on([name]) is not None for d in decisions):
         return []
-    return [f"{name}={size}: no parameter has experts, so the axis is one of data"]
+    return [
+        f"{name}={size}: no parameter has experts that it could shard, so the axis is one of data"
+    ]
 
 
 def _for_any_model(axis: Axis) -> bool:

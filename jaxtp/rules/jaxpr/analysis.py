@@ -21,6 +21,7 @@ from jaxtp.rules.jaxpr.primitives import PRIMITIVES, SIGNATURES
 from jaxtp.rules.jaxpr.records import Contraction, Fact, Finding, Opaque, Residual
 from jaxtp.rules.jaxpr.regions import Regions
 from jaxtp.rules.jaxpr.report import Reporter
+from jaxtp.rules.jaxpr.unchosen import Share, unchosen_work
 from jaxtp.rules.jaxpr.walk import Index, Kind, Scope, Value, Walk, is_integer, where
 
 MIN_VOCAB = 1024
@@ -161,6 +162,11 @@ class Analysis:
             if first is not None:
                 found.setdefault(resolve(first)[0], first)
         return tuple(found.values())
+
+    @functools.cached_property
+    def unchosen(self) -> dict[int, Share]:
+        """Products in which every expert works on every token; see `unchosen_work`."""
+        return unchosen_work(self._walk.facts, self._regions.evidence)
 
     def of_one_row(self) -> "Analysis":
         """The same, where the first input is one sequence: what leads its products is no batch."""
