@@ -4,6 +4,9 @@ import os
 
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 os.environ["JAX_PLATFORMS"] = "cpu"
+# Numbers are held to the unsharded program under the same compiler; half of its time is LLVM's.
+# Here rather than by `jax.config`, so that programs which tests start have it too.
+os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 # XLA's threads for CPU devices. A collective that waits holds one, and with jax 0.10 a device may
 # have several waiting: with as many threads as devices, which is what few cores get, none is left
 # for the device that they wait for.
@@ -15,8 +18,6 @@ from default_rows import split
 
 jax.config.update("jax_num_cpu_devices", 8)  # refused once a backend exists, so it stands here
 jax.config.update("jax_numpy_rank_promotion", "raise")
-# Numbers are held to the unsharded program under the same compiler; half of its time is LLVM's.
-jax.config.update("jax_disable_most_optimizations", True)
 
 
 def pytest_addoption(parser):

@@ -15,11 +15,12 @@ import pytest
 from flax import nnx
 
 from jaxtp import models, train
+from jaxtp.cli.train_command import read_arguments
 from jaxtp.config.batch_sizes import resolve
 from jaxtp.config.files import parse
 from jaxtp.config.settings import Batch, Config, Mesh, Pipeline, Precision, Run
-from jaxtp.errors import BadCheckpoint, BadConfig, SizeMismatch
-from jaxtp.train import watch
+from jaxtp.errors import BadCheckpoint, BadConfig, JaxtpError, SizeMismatch
+from jaxtp.train import watch, whole_run
 from jaxtp.train.config_step import loss_of
 from jaxtp.train.planning import model_of
 from jaxtp.train.setup import prepare
@@ -131,19 +132,12 @@ def test_stages_of_two_kinds_train_as_one_device(tmp_path):
     ("flags", "message"),
     [
         (
-            ("--mesh.tp", "3", "--batch.size", "9"),
-            "TP003 at batch.size: a batch of 9 does not divide by accumulation 2",
-        ),
-        (("--target", "h999:1x8"), "TP116"),
-        (("--optimizer.no-decay", "("), "TP020 at optimizer.no_decay"),
-        (
             ("--run.folder", "/etc/passwd", "--run.max_restarts", "3"),
             "TP093 at /etc/passwd: cannot be written: File exists",
         ),
-        (("--run.folder", "/proc/nope"), "TP093 at /proc/nope: cannot be written: No such file"),
-        (("--lora.rank", "4", "--lora.targets", "q_proj,("), "TP020 at lora.targets: no linear"),
         (("--attention", "cudnn"), "TP020 at attention: cuDNN computes attention on NVIDIA GPUs"),
     ],
+    ids=["under a supervisor", "alone"],
 )
 def test_mistakes_end_a_run_before_it_starts(tmp_path, flags, message):
     wrong = run(tmp_path, *flags)
@@ -151,6 +145,28 @@ def test_mistakes_end_a_run_before_it_starts(tmp_path, flags, message):
     assert message in wrong.stderr
     assert "Traceback" not in wrong.stderr
     assert "the run ended with" not in wrong.stdout  # as a supervisor says before it starts again
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            ("--batch.size", "9"),
+            "TP003 at batch.size: a batch of 9 does not divide by accumulation 2",
+        ),
+        (("--target", "h999:1x8"), "TP116"),
+        (("--optimizer.no-decay", "("), r"TP020 at optimizer\.no_decay"),
+        (("--run.folder", "/proc/nope"), "TP093 at /proc/nope: cannot be written: No such file"),
+        (("--lora.rank", "4", "--lora.targets", "q_proj,("), r"TP020 at lora\.targets: no linear"),
+    ],
+)
+def test_mistakes_in_flags_are_found_before_the_first_step(tmp_path, monkeypatch, flags, message):
+    monkeypatch.setattr(whole_run, "fit", None)
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "8")  # as many as the harness has started
+    (tmp_path / "config.json").write_text(json.dumps(FILE | {"data_parallel_size": 4}))
+    folder = ("--run.folder", str(tmp_path / "run"))
+    with pytest.raises(JaxtpError, match=message):
+        train.run(read_arguments((str(tmp_path / "config.json"), *folder, *flags)))
 
 
 @pytest.mark.parametrize(

@@ -220,7 +220,7 @@ def test_quickstart_trains_reports_and_saves(tmp_path):
 
 
 def test_quickstart_fails_when_the_loss_is_not_finite(tmp_path):
-    run = quickstart(tmp_path, "--learning-rate", "inf")
+    run = quickstart(tmp_path, "--learning-rate", "inf", JAX_DISABLE_MOST_OPTIMIZATIONS="1")
     assert run.returncode == 2  # final: the same command would diverge again
     assert "TP131" in run.stderr
     assert "fix: lower the learning rate" in run.stderr
