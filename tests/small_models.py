@@ -116,7 +116,12 @@ MODELS: dict[str, Case] = {
 
 @functools.cache
 def make(name: str) -> Any:
-    """Parameters of one model, made once; nobody may change or donate them.
+    """Parameters of one model, made once; nobody may change or donate them."""
+    return drawn(abstract(name))
+
+
+def drawn(tree: Any, scale: float = 0.2) -> Any:
+    """A tree of structs as arrays: normal around zero, norms around one, keys from zero.
 
     Drawn by NumPy: running the real initialisers eagerly takes five seconds a model.
     """
@@ -127,12 +132,12 @@ def make(name: str) -> Any:
             values = jax.random.key(0)
         else:
             center = 1.0 if path.endswith("scale") else 0.0
-            values = random.normal(center, 0.2, leaf.shape).astype(leaf.dtype)
+            values = random.normal(center, scale, leaf.shape).astype(leaf.dtype)
         # On one device, whatever mesh is ambient where the first caller is: what lies on a mesh
         # `shard` shares, and a step would donate it.
         return jax.device_put(values, jax.devices()[0])
 
-    return map_with_path(fill, abstract(name))
+    return map_with_path(fill, tree)
 
 
 def abstract(name: str) -> Any:

@@ -45,13 +45,13 @@ TARGETS = {
 @functools.cache
 def logical():
     """A train state on the host, all of its numbers different."""
-    _, params = nnx.split(models.build(CONFIG))
+    _, params = nnx.split(models.abstract(CONFIG))
     numbers = np.random.default_rng(0)
 
     def fill(leaf):
         return numbers.integers(1, 9) if leaf.ndim == 0 else numbers.normal(size=leaf.shape)
 
-    state = jaxtp.unshard(init_state(params, TX, Precision()))
+    state = jax.eval_shape(lambda params: init_state(params, TX, Precision()), params)
     return jax.tree.map(lambda leaf: np.asarray(fill(leaf), leaf.dtype), state)
 
 

@@ -9,12 +9,11 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType
 from rounding import bound
-from small_models import LLAMA, mesh, tokens
+from small_models import LLAMA, drawn, mesh, tokens
 
 import jaxtp
 from jaxtp.errors import BadConfig, ParityFailed
 from jaxtp.inspect.parity import verify
-from jaxtp.models.llama import Llama
 
 QUIET = str  # a function that prints nothing
 X = jax.random.normal(jax.random.key(0), (4, 6, 32))
@@ -107,11 +106,13 @@ def test_outputs_only_and_integer_outputs():
     assert len(result.rows) == 4
 
 
-def test_experts_and_shared_sequences_on_one_mesh():
+@pytest.mark.parametrize("gradients", [True, False])
+def test_experts_and_shared_sequences_on_one_mesh(gradients):
     config = dataclasses.replace(LLAMA, num_experts=4, num_experts_per_tok=2)
     wide = jaxtp.make_mesh(ep=2, cp=2, tp=2)
-    model = Llama(config, nnx.Rngs(0))
-    result = verify(None, model, (tokens(),), wide, config=config, show=lambda _: None)
+    model = drawn(jaxtp.models.abstract(config), 0.02)
+    options = {"config": config, "gradients": gradients, "show": QUIET}
+    result = verify(None, model, (tokens(),), wide, **options)
     assert result.rows[-1].mesh == "cp=2 x ep=2 x tp=2"
 
 
@@ -119,7 +120,7 @@ def test_a_bf16_program_is_held_to_the_digits_it_has():
     """Gradients of float32 parameters are no more exact than the bf16 products behind them."""
     config = dataclasses.replace(LLAMA, dtype="bfloat16")
     ids = jnp.asarray(tokens())
-    result = verify(None, Llama(config, nnx.Rngs(0)), (ids,), mesh(1, 2), show=QUIET)
+    result = verify(None, drawn(jaxtp.models.abstract(config)), (ids,), mesh(1, 2), show=QUIET)
     assert {row.tolerance for row in result.rows} == {float(jnp.finfo(jnp.bfloat16).eps) ** 0.5}
     assert 0 < result.rows[-1].error < result.rows[-1].tolerance
 
