@@ -46,7 +46,7 @@ ROWS = {
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_loss_and_gradients_are_those_of_one_device(row):
+def test_layers_gathered_ahead_have_the_gradients_of_one_device(row):
     config, sizes, zero, changes, packed = ROWS[row]
     loss, params = loss_of(dataclasses.replace(config, **changes), 16, packed)
     want = jax.jit(jax.value_and_grad(loss))(params)
@@ -61,7 +61,7 @@ def test_loss_and_gradients_are_those_of_one_device(row):
     ("sizes", "zero", "num_micro"),
     [({"fsdp": 8, "tp": 1}, 3, 1), ({"fsdp": 4, "tp": 2}, 3, 2), ({"fsdp": 2, "tp": 4}, 2, 1)],
 )
-def test_three_updates_are_those_of_one_device(sizes, zero, num_micro):
+def test_updates_of_layers_gathered_ahead_are_those_of_one_device(sizes, zero, num_micro):
     hybrid_runs.check("llama", sizes, zero=zero, num_micro=num_micro, overlap="aggressive")
 
 
