@@ -182,6 +182,8 @@ def table():
     for bad in ("fn", 4, TREE, ANYTHING):
         yield f"fn {bad!r:.12}", lambda bad=bad: plan(fn=bad, inputs=(X,)), "TP046"
     yield "fn without inputs", lambda: plan(fn=loss), "TP046"
+    yield "too few inputs", lambda: plan(fn=lambda p, x, y: x + y, inputs=(X,)), "TP046"
+    yield "too many inputs", lambda: plan(fn=loss, inputs=(X, X, X)), "TP046"
     yield "inputs without fn", lambda: plan(inputs=(X,)), "TP046"
     yield "a Linen module without inputs", lambda: plan(fn=nn.Dense(4)), "TP046"
     for bad in NO_TREE:

@@ -238,6 +238,47 @@ def test_the_state_of_a_module_changes_as_in_a_plain_call():
         assert mine.drop.rngs.count[...] == theirs.drop.rngs.count[...] > 0
 
 
+def test_random_keys_among_the_inputs_advance():
+    """What was drawn is counted in the caller's `nnx.Rngs`, or every step drops the same."""
+
+    def call(params, x, rngs):
+        return (x @ params["up"]) @ params["down"] * rngs.dropout.uniform(x.shape)
+
+    params = {"up": jnp.ones((16, 32)), "down": jnp.ones((32, 16))}
+    x, mesh = jnp.ones((4, 16)), jaxtp.make_mesh(tp=2, devices=jax.devices()[:2])
+    inputs = (x, nnx.Rngs(dropout=0))
+    plan = jaxtp.make_plan(params, mesh, fn=call, inputs=inputs)
+    mine, theirs = nnx.Rngs(dropout=1), nnx.Rngs(dropout=1)
+    placed, jitted = parallelize(call, plan, mesh), nnx.jit(parallelize(call, plan, mesh))
+    same(placed(params, x, mine), call(params, x, theirs))
+    same(placed(params, x, rngs=mine), call(params, x, theirs))
+    same(jitted(params, x, mine), call(params, x, theirs))
+    same(jitted(params, x, rngs=mine), call(params, x, theirs))
+    assert mine.dropout.count[...] == theirs.dropout.count[...] == 4
+    result = jaxtp.verify(call, params, inputs, mesh, show=lambda _: None)
+    assert len(result.rows) == 2  # of which each drew the same numbers
+
+
+@pytest.mark.parametrize("overlap", ["auto", "aggressive"])
+def test_forward_mode(overlap):
+    def call(params, x):
+        return x + jax.nn.gelu(x @ params["up"]) @ params["down"]
+
+    params = {"up": jnp.full((16, 32), 0.1), "down": jnp.full((32, 16), 0.1)}
+    x, mesh = jax.random.normal(jax.random.key(0), (4, 16)), jaxtp.make_mesh(dp=2, tp=4)
+    fn = parallelize(
+        call, jaxtp.make_plan(params, mesh, fn=call, inputs=(x,)), mesh, overlap=overlap
+    )
+
+    def derivatives(fn):
+        tangents = jax.tree.map(jnp.ones_like, params)
+        forward = jax.jvp(lambda p: fn(p, x), (params,), (tangents,))
+        of_gradient = jax.jvp(jax.grad(lambda p: (fn(p, x) ** 2).mean()), (params,), (tangents,))
+        return forward, of_gradient, jax.linearize(lambda x: fn(params, x), x)[1](x)
+
+    same(jax.jit(lambda: derivatives(fn))(), jax.jit(lambda: derivatives(call))())
+
+
 def test_what_is_new_in_a_module_is_said():
     class Sown(nnx.Module):
         def __init__(self, rngs):

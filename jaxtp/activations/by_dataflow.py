@@ -26,7 +26,14 @@ from jaxtp.errors import BadOption, BadTree, join
 from jaxtp.mesh.axes import Axis
 from jaxtp.mesh.build import own_mesh, refuse_explicit_context, without_explicit_axes
 from jaxtp.plan.decisions import Plan, check_plan
-from jaxtp.plan.trees import as_pytree, leaves, leaves_put, put_leaves, shape_dtype
+from jaxtp.plan.trees import (
+    as_pytree,
+    has_objects,
+    leaves,
+    leaves_put,
+    put_leaves,
+    shape_dtype,
+)
 from jaxtp.rules.jaxpr import analyse_jaxpr
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -48,7 +55,8 @@ def parallelize(
     Args:
         fn: `fn(params, *inputs)`, a pure function; `params` is any tree that `make_plan` takes,
             such as an `nnx.Module` inside `nnx.jit`. What it changes in the variables of such a
-            module, random counts or running means, is changed in the caller's.
+            module, or of `nnx.Rngs` among the inputs, random counts or running means, is changed
+            in the caller's.
         plan: Made from these parameters; with `sequence_parallel` the residual stream is split
             along the sequence.
         mesh: The jax Mesh that the parameters were placed with, or an AbstractMesh to compile only;
@@ -87,18 +95,24 @@ def parallelize(
     @functools.wraps(fn)
     def placed(params: Any, *inputs: Any, **keywords: Any) -> Any:
         refuse_explicit_context()
-        plain, rebuild = as_pytree(params)
-        for leaf in jax.tree.leaves(inputs):
+        objects = {name: value for name, value in keywords.items() if has_objects(value)}
+        callers = params, (inputs, objects)
+        parts, rebuilds = zip(*map(as_pytree, callers), strict=True)
+        for leaf in jax.tree.leaves(parts[1]):
             shape_dtype(leaf)  # refuses what is no array
-        plain, inputs, keywords = jax.tree.map(without_explicit_axes, (plain, inputs, keywords))
+        parts, keywords = jax.tree.map(
+            without_explicit_axes, (parts, {n: v for n, v in keywords.items() if n not in objects})
+        )
 
-        def pure(tree: Any, *args: Any) -> Any:
-            before = jax.tree.map(lambda leaf: leaf, tree)  # rebuilt objects may share its boxes
-            model = rebuild(tree)
-            results = fn(model, *args, **keywords)
-            return results, leaves_put(model, before)
+        def pure(*trees: Any) -> Any:
+            before = jax.tree.map(lambda leaf: leaf, trees)  # rebuilt objects may share its boxes
+            given = [rebuild(tree) for rebuild, tree in zip(rebuilds, trees, strict=True)]
+            model, (args, named) = given
+            results = fn(model, *args, **named, **keywords)
+            return results, [*map(leaves_put, given, before)]
 
-        closed, shapes = jax.make_jaxpr(pure, return_shape=True)(plain, *inputs)
+        closed, shapes = jax.make_jaxpr(pure, return_shape=True)(*parts)
+        plain, others = parts
         paths = [plan[path].path for path, _ in leaves(plain)]
         analysis = analyse_jaxpr(closed, paths)
         if plan.sequence_parallel or plan.mesh.size_of(Axis.CP) > 1:
@@ -108,13 +122,14 @@ def parallelize(
         placer = Placer(analysis, plan, own_mesh(mesh, plan.mesh))
         results, notes = None, list[str]()
         if overlap == "aggressive":
-            results, notes = on_halves(placer, pure, closed, paths, (plain, *inputs), keywords)
+            results, notes = on_halves(placer, pure, closed, paths, parts, keywords)
         if results is None:
-            given = [*jax.tree.leaves(plain), *placer.inputs(jax.tree.leaves(inputs))]
+            given = [*jax.tree.leaves(plain), *placer.inputs(jax.tree.leaves(others))]
             results = placer.run(analysis.scope, given)
         outputs, changed = jax.tree.unflatten(jax.tree.structure(shapes), results)
-        if changed and (new := put_leaves(params, changed)):
-            notes.append(f"parallelize does not keep {join(new)}, new in the model: make it before")
+        for tree, put in zip(callers, changed, strict=True):
+            if put and (new := put_leaves(tree, put)):
+                notes.append(f"parallelize does not keep {join(new)}, new in it: make it before")
         told.tell(placer.left.values(), placer.scores, notes)
         return outputs
 

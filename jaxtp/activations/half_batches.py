@@ -34,10 +34,10 @@ def on_halves(
 
     Args:
         whole: Runs the function on the whole batch.
-        fn: `(params, *inputs)`.
+        fn: Of the trees in `args`.
         closed: Its jaxpr.
         paths: Of its parameters.
-        args: Parameters and inputs.
+        args: Trees of parameters, then of inputs.
         keywords: What else it is called with, the same for both halves.
     """
     if whole.plan.mesh.ways(whole.plan.mesh.tp) == 1:
@@ -46,8 +46,12 @@ def on_halves(
         _refuse_shards(whole, paths)
         rows, lies = _batch(whole)
         try:
-            half, halves = _halves(whole, fn, closed, args, rows, lies)
-        except (TypeError, ValueError, MixesBatch) as error:
+            half = _on_half(fn, args, rows, lies)
+        except Exception as error:  # what code of theirs raises, which takes a whole batch only
+            raise _another(error, keywords, rows) from error
+        try:
+            halves = compare(half, closed, lies, rows)
+        except MixesBatch as error:
             raise _another(error, keywords, rows) from error
         notes = _check_products(halves, whole.analysis.scope)
         analysis = analyse_jaxpr(half, paths)
@@ -110,22 +114,16 @@ def _batch(whole: Placer) -> tuple[int, list[Lies | None]]:
     return rows, [None] * analysis.num_params + held
 
 
-def _halves(
-    whole: Placer,
-    fn: Callable[..., Any],
-    closed: Any,
-    args: tuple[Any, ...],
-    rows: int,
-    lies: Sequence[Lies | None],
-) -> tuple[Any, Halves]:
-    """The jaxpr on half of the batch, and what of it can run there."""
+def _on_half(
+    fn: Callable[..., Any], args: tuple[Any, ...], rows: int, lies: Sequence[Lies | None]
+) -> Any:
+    """The jaxpr on half of the batch."""
     flat, tree = jax.tree.flatten(args)
     smaller = [
         jax.ShapeDtypeStruct((rows // 2, *x.shape[1:]), x.dtype) if where else x
         for x, where in zip(flat, lies, strict=True)
     ]
-    half = jax.make_jaxpr(fn)(*jax.tree.unflatten(tree, smaller))
-    return half, compare(half, closed, lies, rows)
+    return jax.make_jaxpr(fn)(*jax.tree.unflatten(tree, smaller))
 
 
 def _another(error: Exception, keywords: Mapping[str, Any], rows: int) -> NotInterleaved:

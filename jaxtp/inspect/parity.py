@@ -17,7 +17,7 @@ from jaxtp.placement.arrays import shard, shard_batch, unshard
 from jaxtp.plan.decisions import Plan
 from jaxtp.plan.stored_form import Padding, masks_seen, unpad
 from jaxtp.plan.trees import PyTree, as_pytree, leaves, map_with_path
-from jaxtp.rules.dataflow import check_inputs, forward
+from jaxtp.rules.dataflow import check_inputs, check_takes, forward
 from jaxtp.rules.planner import make_plan
 
 Layers = tuple[tuple[str, Padding], ...]
@@ -110,14 +110,17 @@ def verify(
     check_inputs(inputs)
     check_devices(mesh)
     plain, rebuild = as_pytree(unshard(params))
+    given, rebuild_inputs = as_pytree(tuple(inputs))  # each call draws from an `nnx.Rngs` anew
     call = forward(fn, params)
+    check_takes(fn, params, inputs)
     names = options.get("axis_names")
     rows: list[Comparison] = []
 
-    def run(layers: Layers, tree: PyTree, *args: Any) -> tuple[Any, Any, Any]:
+    def run(layers: Layers, tree: PyTree, args: PyTree) -> tuple[Any, Any, Any]:
         def projected(tree: PyTree) -> tuple[jax.Array, Any]:
             # Logits of a padded vocabulary are longer than those of one device.
-            out = call(rebuild(_in_order(tree, layers)), *args)
+            given = rebuild_inputs(jax.tree.map(lambda leaf: leaf, args))  # objects of this trace
+            out = call(rebuild(_in_order(tree, layers)), *given)
             leaking = _leaking(out, shapes)
             out = jax.tree.map(_cut, out, shapes)
             return _projection(out), (out, leaking)
@@ -131,13 +134,15 @@ def verify(
     jitted = jax.jit(run, static_argnums=0)
     with auto_context(), jax.default_matmul_precision("highest"):
         with masks_seen() as masked:
-            shapes = jax.eval_shape(lambda tree: call(rebuild(tree), *inputs), plain)
+            shapes = jax.eval_shape(
+                lambda tree, args: call(rebuild(tree), *rebuild_inputs(args)), plain, given
+            )
         if options.get("pad_vocab") and masked:
             options["pad_vocab"] = "masked"
-        out, _, grads = jax.device_get(jitted((), plain, *inputs))
+        out, _, grads = jax.device_get(jitted((), plain, given))
         want = (out, grads)
         _check_finite(want)
-        traced = jax.make_jaxpr(run, static_argnums=0)((), plain, *inputs)
+        traced = jax.make_jaxpr(run, static_argnums=0)((), plain, given)
         allowed = _coarsest(traced.jaxpr) ** 0.5
         for wide in _meshes(mesh, names):
             # Narrow meshes have no stages.
@@ -146,7 +151,7 @@ def verify(
             plan = make_plan(params, wide, **kept)
             placed = as_pytree(shard(rebuild(plain), wide, plan=plan))[0]
             out, leaking, grads = jitted(
-                _layers(plan), placed, *shard_batch(tuple(inputs), wide, axis_names=names)
+                _layers(plan), placed, shard_batch(given, wide, axis_names=names)
             )
             _check_masked(bool(leaking), plan)
             grads = unshard(grads, plan) if gradients else grads

@@ -120,15 +120,20 @@ def as_pytree(tree: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
     An NNX module is a graph: flattening it directly would write a shared (tied) variable twice and
     untie it on the way back, so a tree with NNX objects in it goes through `nnx.split`.
     """
+    if not has_objects(tree):
+        return tree, _same
+    graphdef, state = sys.modules["flax.nnx"].split(tree)
+    return state, _Merge(graphdef)
+
+
+def has_objects(tree: PyTree) -> bool:
+    """Whether there are NNX objects in a tree, which a function may change in place."""
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
-        return tree, _same
+        return False
     kinds = (nnx.Module, nnx.Optimizer, nnx.Rngs, nnx.Metric)
     nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kinds))
-    if not any(isinstance(node, kinds) for node in nodes):
-        return tree, _same
-    graphdef, state = nnx.split(tree)
-    return state, _Merge(graphdef)
+    return any(isinstance(node, kinds) for node in nodes)
 
 
 def leaves_put(tree: PyTree, before: PyTree) -> dict[str, Any]:

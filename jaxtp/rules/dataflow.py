@@ -54,6 +54,8 @@ def trace(fn: Any, params: PyTree, inputs: Sequence[Any] | None) -> Traced:
     call = forward(fn, params)
     if inputs is None:
         _check_needs_no_inputs(fn)
+    else:
+        check_takes(fn, params, inputs)
     with masks_seen() as masked:
         analysis = analyse(call, params, *(inputs or ()))
     return Traced(tuple(finding_votes(analysis)), frozenset(masked), analysis)
@@ -91,6 +93,31 @@ def _check_needs_no_inputs(fn: Any) -> None:
             fix="inputs=(x,), arrays or jax.ShapeDtypeStruct, one for each argument after the "
             "parameters",
         )
+
+
+def check_takes(fn: Any, params: PyTree, inputs: Sequence[Any]) -> None:
+    """Refuses inputs that are too few or too many for what is called.
+
+    Raises:
+        BadTree: TP046.
+    """
+    is_module = fn is None or (hasattr(fn, "apply") and hasattr(fn, "init"))
+    call: Any = (params if fn is None else fn).__call__ if is_module else fn
+    try:
+        signature = inspect.signature(call)
+    except (TypeError, ValueError):  # some callables have none
+        return
+    try:
+        signature.bind(*(inputs if is_module else (params, *inputs)))
+    except TypeError as err:
+        name = getattr(fn, "__name__", type(params if fn is None else fn).__name__)
+        raise BadTree(
+            f"{name} takes {signature} and is given {len(inputs)} "
+            f"input{'s' * (len(inputs) != 1)}{'' if is_module else ' after the parameters'}: {err}",
+            where="inputs",
+            fix="a tuple with one entry for each argument after the parameters; flags and what "
+            "is given by name go into a function of yours: fn=lambda params, x: ...",
+        ) from None
 
 
 def forward(fn: Any, params: PyTree) -> Callable[..., Any]:

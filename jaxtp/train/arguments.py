@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from jaxtp.errors import BadStep, join
-from jaxtp.plan.trees import PyTree, as_pytree
+from jaxtp.plan.trees import PyTree, as_pytree, has_objects
 
 FLAGS = (bool, str, bytes, enum.Enum)
 """Arguments of these types are static by themselves, and so are functions, such as schedules."""
@@ -83,7 +83,7 @@ class Form:
                     where=name,
                     fix="keep the structure of NNX objects, or make them part of the state",
                 )
-            if _has_objects(values[name]):
+            if has_objects(values[name]):
                 found[name] = plain
         return found
 
@@ -173,16 +173,7 @@ def _is_static(value: Any) -> bool:
     if isinstance(value, FLAGS):
         return True
     # A module is a tree of arrays that can be called; a function, or a ufunc, is one leaf.
-    return callable(value) and jax.tree.leaves(value) == [value] and not _has_objects(value)
-
-
-def _has_objects(value: Any) -> bool:
-    nnx = sys.modules.get("flax.nnx")
-    if nnx is None:
-        return False
-    kinds = (nnx.Module, nnx.Optimizer, nnx.Rngs, nnx.Metric)
-    nodes = jax.tree.leaves(value, is_leaf=lambda node: isinstance(node, kinds))
-    return any(isinstance(node, kinds) for node in nodes)
+    return callable(value) and jax.tree.leaves(value) == [value] and not has_objects(value)
 
 
 def _several(given: Any) -> Sequence[Any]:
