@@ -31,7 +31,7 @@ import jaxtp
 from jaxtp.activations.by_name import use_plan
 from jaxtp.config.batch_sizes import resolve
 from jaxtp.config.settings import Batch, Communication, Config, Mesh, Pipeline, Tensor, Zero
-from jaxtp.cost.stage_balance import STRATEGIES, Work, compare, deal, step_seconds
+from jaxtp.cost.stage_balance import STRATEGIES, LayerWork, compare, deal, step_seconds
 from jaxtp.errors import DoesNotFit
 from jaxtp.hardware.gpus import KINDS
 from jaxtp.hardware.links import GIB
@@ -100,7 +100,7 @@ def simulated() -> Section:
     """Gradients of a stack of MLPs in two stages, the first of a kind a third as fast."""
     slow = dataclasses.replace(KINDS["a100-40"], matmul_flops=1 / SLOW)
     kinds = (slow, dataclasses.replace(KINDS["h100"], matmul_flops=1.0))
-    unit = Work(layer_flops=1.0, end_flops=0, layer_bytes=0, permute_seconds=0)
+    unit = LayerWork(layer_flops=1.0, end_flops=0, layer_bytes=0, permute_seconds=0)
     steps: dict[str, Callable[[], object]] = {}
     modelled: dict[str, float] = {}
     text: dict[str, str] = {}

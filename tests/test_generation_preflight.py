@@ -59,7 +59,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_a_token_sends_two_messages_a_layer_and_copies_nothing(case):
     work, plan, _module, found, memory = compiled(*case)
-    config, rows = work.config, work.batch // plan.mesh.ways(plan.mesh.batch)
+    config, rows = work.config, work.batch // plan.mesh.batch_ways
     width = max(rows, 2) * config.hidden_size * 2  # one row is computed twice
     layers = [one for one in found if one.count == config.num_hidden_layers]
     assert [(one.kind, one.dtype, one.num_bytes) for one in layers] == [
@@ -68,7 +68,7 @@ def test_a_token_sends_two_messages_a_layer_and_copies_nothing(case):
     ends = sorted((one.kind, one.num_bytes) for one in found if one.count == 1)
     # The lookup, and of the head four numbers a row and shard; no logits are gathered.
     # Replicas tell each other whether all rows have ended.
-    ended = [("all-reduce", 1)] * (plan.mesh.ways(plan.mesh.batch) > 1)
+    ended = [("all-reduce", 1)] * (plan.mesh.batch_ways > 1)
     assert ends == [
         ("all-gather", 16 * rows * plan.mesh.tp_size),
         *ended,

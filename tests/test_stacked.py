@@ -343,7 +343,7 @@ def gradient_step(mesh, rows, tokens, overlap="auto"):
     plan = make_plan(abstract(LLAMA), mesh, config=LLAMA, stages=stages)
     plan = dataclasses.replace(plan, overlap=overlap)
     graph, params = nnx.split(shard(abstract(LLAMA), mesh, plan=plan))
-    batch = plan.mesh.ways(plan.mesh.batch) * stages.micro_batches * rows
+    batch = plan.mesh.batch_ways * stages.micro_batches * rows
     batch = shard_batch(jax.ShapeDtypeStruct((batch, tokens + 1), jnp.int32), mesh)
 
     def step(params, batch):

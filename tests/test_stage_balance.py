@@ -8,7 +8,7 @@ import pytest
 from jaxtp.config.batch_sizes import resolve
 from jaxtp.config.files import parse
 from jaxtp.config.settings import Batch, Config, Mesh, Pipeline, Zero
-from jaxtp.cost.stage_balance import Work, compare, deal, step_seconds, table
+from jaxtp.cost.stage_balance import LayerWork, compare, deal, step_seconds, table
 from jaxtp.errors import BadConfig, BadMesh, BadTarget
 from jaxtp.hardware.clusters import Cluster
 from jaxtp.hardware.gpus import KINDS, LAUNCH_SECONDS
@@ -18,7 +18,7 @@ from jaxtp.train.preflight import strategies, work_of
 
 A100, H100 = KINDS["a100-80"], KINDS["h100"]
 MIXED = "a100-80:1x8+h100:1x8"
-WORK = Work(layer_flops=1e12, end_flops=0, layer_bytes=10**9, permute_seconds=1e-3)
+WORK = LayerWork(layer_flops=1e12, end_flops=0, layer_bytes=10**9, permute_seconds=1e-3)
 
 
 def test_parts_are_numbered_one_after_the_other():

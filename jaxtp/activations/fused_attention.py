@@ -88,7 +88,7 @@ class FusedAttention:
         """Attention without a causal mask: each device's own queries against all keys."""
         axis, shape = self._sequences.axis, self._plan.mesh
         q, k, _, bias = operands[: BIAS + 1]
-        batch = shape.batch if q.shape[0] % shape.ways(shape.batch) == 0 else ()
+        batch = shape.batch if q.shape[0] % shape.batch_ways == 0 else ()
         heads = shape.fit((k.shape[2],))
         tokens = PartitionSpec(batch, axis, heads)
         # Keys of another sequence, such as a text's, need not divide over cp.

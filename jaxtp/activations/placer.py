@@ -44,7 +44,7 @@ class Placer:
     def __init__(self, analysis: Analysis, plan: Plan, mesh: Mesh | AbstractMesh) -> None:
         self.analysis, self.plan, self.mesh = analysis, plan, mesh
         self._leads = leads(analysis, plan)
-        self._shares_batch = plan.mesh.ways(plan.mesh.batch) > 1
+        self._shares_batch = plan.mesh.batch_ways > 1
         self._widest = _widest(analysis, plan, self._leads)
         self._classes: dict[Value, tuple[DimClass, ...]] = {}
         self._exchange = Exchange(analysis, plan, self.axes, self.constrain)
@@ -140,7 +140,7 @@ class Placer:
         if table is None or indices is None or not table.shape or not rows:
             return False
         spread = any(self._batch_axes(dim) for dim in indices.dims)
-        ways = self.plan.mesh.ways(self.plan.mesh.batch) if spread else 1
+        ways = self.plan.mesh.batch_ways if spread else 1
         return rows == ways and bool(self.axes(self.dims(table)[0]))
 
     def _enters_call(self, equation: Any, calls: Sequence[Scope]) -> bool:

@@ -84,7 +84,7 @@ class Sequences:
         self._analysis = analysis
         name = plan.mesh.name_of(Axis.CP)
         self.axis = name if name and plan.mesh[name] > 1 else ""
-        self._replicas = plan.mesh.ways(plan.mesh.batch)
+        self._replicas = plan.mesh.batch_ways
         self._ways = plan.mesh.size_of(Axis.CP)
         self._frames: list[Frame] = []
         self._recomputed = 0

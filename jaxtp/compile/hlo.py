@@ -138,7 +138,7 @@ class Computation:
 
 
 @dataclasses.dataclass(frozen=True)
-class Frame:
+class SourceLine:
     """One line of the user's program that an instruction comes from."""
 
     file: str
@@ -173,7 +173,7 @@ class Module:
     header: str
     computations: Mapping[str, Computation]
     entry: Computation
-    frames: Mapping[int, tuple[Frame, int]]
+    frames: Mapping[int, tuple[SourceLine, int]]
 
     @property
     def num_partitions(self) -> int:
@@ -250,10 +250,10 @@ class Module:
             for instruction in computation
         )
 
-    def stack(self, instruction: Instruction) -> list[Frame]:
+    def stack(self, instruction: Instruction) -> list[SourceLine]:
         """The lines an instruction comes from, innermost first; empty when not recorded."""
         found = re.search(r"stack_frame_id=(\d+)", instruction.attributes)
-        frame_id, seen = (int(found[1]) if found else 0), dict[int, Frame]()
+        frame_id, seen = (int(found[1]) if found else 0), dict[int, SourceLine]()
         while frame_id in self.frames and frame_id not in seen:
             seen[frame_id], frame_id = self.frames[frame_id]
         return list(seen.values())
@@ -323,15 +323,15 @@ def _span(text: str, start: int, stop: str = "") -> str:
     return text[start:]
 
 
-def _frames(tables: Mapping[str, Mapping[int, str]]) -> dict[int, tuple[Frame, int]]:
+def _frames(tables: Mapping[str, Mapping[int, str]]) -> dict[int, tuple[SourceLine, int]]:
     def number(row: str, key: str) -> int:
         found = re.search(rf"\b{key}=(\d+)", row)
         return int(found[1]) if found else 0
 
-    frames: dict[int, tuple[Frame, int]] = {}
+    frames: dict[int, tuple[SourceLine, int]] = {}
     for frame_id, row in tables.get("StackFrames", {}).items():
         location = tables["FileLocations"][number(row, "file_location_id")]
-        frame = Frame(
+        frame = SourceLine(
             file=tables["FileNames"][number(location, "file_name_id")],
             line=number(location, "line"),
             function=tables["FunctionNames"][number(location, "function_name_id")],

@@ -27,7 +27,7 @@ from jaxtp.hardware.gpus import NETWORK, NVLINK, DeviceKind, Target
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Product:
+class ComputeWindow:
     """Matrix products of one instruction, or other work when `flops` is 0.
 
     Attributes:
@@ -66,7 +66,7 @@ class Window:
     seconds: float
     exposed: float
     links: Mapping[str, float]
-    products: tuple[Product, ...]
+    products: tuple[ComputeWindow, ...]
     repeat: int
 
     @property
@@ -87,7 +87,7 @@ class Schedule:
 
     seconds: float
     windows: tuple[Window, ...]
-    products: tuple[Product, ...]
+    products: tuple[ComputeWindow, ...]
 
     @property
     def flops(self) -> float:
@@ -223,7 +223,7 @@ class _Walk:
         # Of every transfer so far: how long the compute clock has waited while it moved.
         self.waits: list[float] = []
         self.windows: list[Window] = []
-        self.products: list[Product] = []
+        self.products: list[ComputeWindow] = []
 
     def run(self, computation: Computation, repeat: int) -> None:
         """Launches a computation's instructions once; each result stands for `repeat` runs."""
@@ -299,7 +299,7 @@ class _Walk:
             seconds = moved / (COMPILED_MEMORY_SHARE * device.hbm_bandwidth)
         if seconds:
             self.products.append(
-                Product(
+                ComputeWindow(
                     name=instruction.name,
                     op_name=instruction.op_name,
                     start=self.clock,

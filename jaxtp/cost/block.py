@@ -80,8 +80,8 @@ def block_seconds(
         + is_recompute(s, Recompute.ATTENTION) * np.where(is_fused(s, habits), 0.0, attention)
     )
     adding = block_params(model, s) * habits.accumulate_bytes / memory_rate(device)
-    message, gather = message_seconds(model, s, wires, habits)
-    context = context_seconds(model, s, wires, habits)
+    message, gather = message_seconds(model, s, wires)
+    context = context_seconds(model, s, wires)
     routed = routed_seconds(model, s, wires)
     # A block from its input on needs its reductions again; XLA leaves the last one out.
     rerun = 2 * is_recompute(s, Recompute.FULL, Recompute.STAGE)
@@ -214,9 +214,7 @@ def routed_seconds(model: ModelSizes, s: Strategy, wires: Wires) -> Number:
     return 2 * one * model.routed_layers / model.layers
 
 
-def message_seconds(
-    model: ModelSizes, s: Strategy, wires: Wires, habits: Habits
-) -> tuple[Number, Number]:
+def message_seconds(model: ModelSizes, s: Strategy, wires: Wires) -> tuple[Number, Number]:
     """Seconds of one reduction of the residual stream over tp, and of one gather of it.
 
     With sequence parallelism the reduction is a reduce-scatter, and the gather before the next
@@ -231,7 +229,7 @@ def message_seconds(
     return np.where(s.sequence_parallel, halves, plain) * times, gather * times
 
 
-def context_seconds(model: ModelSizes, s: Strategy, wires: Wires, habits: Habits) -> Number:
+def context_seconds(model: ModelSizes, s: Strategy, wires: Wires) -> Number:
     """Seconds in which keys and values of the whole sequence reach every device along cp."""
     whole = 2.0 * np.asarray(s.micro_batch) * model.seq * model.kv_width / s.tp
-    return wires.seconds("all-gather", whole, s.cp, inner_devices(s, "cp"))
+    return wires.seconds("all-gather", whole, s.cp, inner_devices(s, Axis.CP))

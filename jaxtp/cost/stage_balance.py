@@ -17,7 +17,7 @@ STRATEGIES = ("even", "compute_first", "memory_first")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class LayerWork:
     """What the layers of a model cost on one device.
 
     Attributes:
@@ -90,7 +90,7 @@ def layer_work(
     remat: str,
     dtype: str,
     stacked_bytes: int,
-) -> Work:
+) -> LayerWork:
     """What the layers of a plan with stages cost on one device of a stage.
 
     Args:
@@ -115,7 +115,7 @@ def layer_work(
         num_bytes //= plan.mesh.tp_size
     first = [stage * per_stage for stage in range(num_stages)]
     ring = zip(first, [*first[1:], 0], strict=True)
-    return Work(
+    return LayerWork(
         layer_flops=layers / dims.layers / stages.micro_batches / per_stage,
         end_flops=ends / cluster.num_devices,
         layer_bytes=stacked_bytes // (stages.num_rounds * stages.block),
@@ -123,7 +123,7 @@ def layer_work(
     )
 
 
-def step_seconds(stages: Stages, kinds: Sequence[DeviceKind], work: Work) -> float:
+def step_seconds(stages: Stages, kinds: Sequence[DeviceKind], work: LayerWork) -> float:
     """Modelled seconds of one step: ticks x (slowest chunk + permutes) + the head.
 
     The number of ticks is that of Narayanan et al. 2021, section 2.2. All stages wait for each
@@ -145,7 +145,7 @@ def step_seconds(stages: Stages, kinds: Sequence[DeviceKind], work: Work) -> flo
     return stages.num_ticks * (chunk + 2 * work.permute_seconds) + head
 
 
-def compare(stages: Stages, kinds: Sequence[DeviceKind], work: Work) -> tuple[Deal, ...]:
+def compare(stages: Stages, kinds: Sequence[DeviceKind], work: LayerWork) -> tuple[Deal, ...]:
     """All strategies for as many layers, micro-batches and rounds as `stages` has."""
     deals: list[Deal] = []
     for strategy in STRATEGIES:

@@ -246,7 +246,7 @@ def token_floor(workload: Workload, plan: Plan, machine: Target) -> tuple[float,
     config = workload.config
     table = 0 if getattr(config, "tie_word_embeddings", True) else _table_bytes(plan)
     read = float(plan.bytes_per_device - table + cache_bytes(workload, plan))
-    message = workload.batch // plan.mesh.ways(plan.mesh.batch) * config.hidden_size
+    message = workload.batch // plan.mesh.batch_ways * config.hidden_size
     group = [tuple(range(plan.mesh.tp_size))]
     reduced = machine.collective_seconds("all-reduce", message * itemsize(config.dtype), group)
     waits = 2 * config.num_hidden_layers * reduced if plan.mesh.tp_size > 1 else 0.0
@@ -255,7 +255,7 @@ def token_floor(workload: Workload, plan: Plan, machine: Target) -> tuple[float,
 
 def cache_bytes(workload: Workload, plan: Plan) -> int:
     """Bytes of the cache on one device."""
-    ways = plan.mesh.ways(plan.mesh.batch) * plan.mesh.ways(planned_cache(workload.config, plan)[2])
+    ways = plan.mesh.batch_ways * plan.mesh.ways(planned_cache(workload.config, plan)[2])
     shape = cache_shape(workload.config, workload.batch, workload.context)
     return sum(x.size * x.dtype.itemsize // ways for x in jax.tree.leaves(shape))
 

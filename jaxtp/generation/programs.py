@@ -112,7 +112,7 @@ class Setting:
         Of one row XLA makes no matrix product: it multiplies all of a weight by it, writes that,
         and adds it up. And a lookup of one row in a sharded token table gathers the table.
         """
-        rows = batch if self.plan is None else batch // self.plan.mesh.ways(self.plan.mesh.batch)
+        rows = batch if self.plan is None else batch // self.plan.mesh.batch_ways
         return 2 if rows == 1 else 1
 
 

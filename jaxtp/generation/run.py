@@ -296,7 +296,7 @@ def _batch(
 ) -> tuple[jax.Array, ...]:
     """Arguments of `prompt_program`: padded in front, and with rows that have ended behind."""
     shape = setting.plan.mesh if setting.plan is not None else None
-    ways = 1 if shape is None else shape.ways(shape.batch)
+    ways = 1 if shape is None else shape.batch_ways
     asked = [row for row in rows for _ in range(samples)]
     batch = -(-len(asked) // ways) * ways
     tokens = np.zeros((batch, setting.prompt_slots), np.int32)

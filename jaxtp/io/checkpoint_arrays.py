@@ -86,7 +86,7 @@ class Handler(ocp.StandardCheckpointHandler):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Stored:
+class StoredArray:
     """An array in the form that some plan stores.
 
     Attributes:
@@ -98,12 +98,12 @@ class Stored:
     padding: Padding
 
 
-def stored(tree: PyTree, plan: Plan | None, overrides: Overrides | None) -> dict[str, Stored]:
+def stored(tree: PyTree, plan: Plan | None, overrides: Overrides | None) -> dict[str, StoredArray]:
     """Every leaf of a placed tree by path, with the form that its plan stores it in."""
     flat = FlatTree.of(tree)
     found = slots(flat.shapes(), plan, overrides) if plan is not None else {}
     return {
-        path: Stored(leaf, found[path].padding if path in found else ())
+        path: StoredArray(leaf, found[path].padding if path in found else ())
         for path, leaf in flat.values.items()
     }
 
@@ -115,8 +115,8 @@ def save_args(arrays: Mapping[str, Any]) -> ocp.args.StandardSave:
 
 
 def read(
-    folder: Path, plan: Plan | None, wanted: Mapping[str, Stored], overrides: Overrides | None
-) -> dict[str, Stored]:
+    folder: Path, plan: Plan | None, wanted: Mapping[str, StoredArray], overrides: Overrides | None
+) -> dict[str, StoredArray]:
     """The arrays in `folder`, as they were saved, each spread over the devices of its target.
 
     Raises:
@@ -141,10 +141,10 @@ def read(
     handler = Handler(restore_concurrent_gb=max(IN_FLIGHT_GB, 1 + 2 * largest // 10**9))
     with reading(folder):
         arrays = handler.restore(folder / ITEM, args=ocp.args.StandardRestore(request))
-    return {path: Stored(arrays[path], saved[path].padding) for path in wanted}
+    return {path: StoredArray(arrays[path], saved[path].padding) for path in wanted}
 
 
-def settle(found: dict[str, Stored], wanted: Mapping[str, Stored]) -> dict[str, Any]:
+def settle(found: dict[str, StoredArray], wanted: Mapping[str, StoredArray]) -> dict[str, Any]:
     """The arrays in the form and the places of `wanted`, in memory that they own.
 
     `found` is emptied on the way: never are more than one array there in both forms.
@@ -235,7 +235,9 @@ def _bytes_touched(wanted: Any, metadata: Any) -> int:
     return math.prod(pieces) * metadata.dtype.itemsize
 
 
-def _compare(folder: Path, saved: Mapping[str, Stored], wanted: Mapping[str, Stored]) -> None:
+def _compare(
+    folder: Path, saved: Mapping[str, StoredArray], wanted: Mapping[str, StoredArray]
+) -> None:
     paths = sorted({*saved, *wanted})
     found = {path: (_text(saved.get(path)), _text(wanted.get(path))) for path in paths}
     differences = [
@@ -251,7 +253,7 @@ def _compare(folder: Path, saved: Mapping[str, Stored], wanted: Mapping[str, Sto
         )
 
 
-def _text(array: Stored | None) -> str:
+def _text(array: StoredArray | None) -> str:
     """Dtype and shape as the model has them; of a random key, those of its numbers."""
     if array is None:
         return "nothing"

@@ -20,7 +20,7 @@ from jax.experimental import multihost_utils
 from jaxtp.config.named_files import as_folder
 from jaxtp.errors import BadCheckpoint, CommunicationTimeout, JaxtpError, join, warn
 from jaxtp.io import checkpoint_arrays, checkpoint_metadata, disk
-from jaxtp.io.checkpoint_arrays import Stored, damaged
+from jaxtp.io.checkpoint_arrays import StoredArray, damaged
 from jaxtp.io.fingerprint import fingerprints
 from jaxtp.mesh.axes import is_count
 from jaxtp.mesh.build import auto_context
@@ -255,7 +255,7 @@ class Checkpoints:
         self,
         number: int,
         like: State,
-        wanted: Mapping[str, Stored],
+        wanted: Mapping[str, StoredArray],
         overrides: Overrides | None,
     ) -> Restored[State]:
         folder = self.folder / str(number)

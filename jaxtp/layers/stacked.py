@@ -76,7 +76,7 @@ def scan_layers(
     """
     active = active_plan()
     ahead = active is not None and active.interleave and active.stages is None
-    if active is not None and ahead and active.shape.ways(active.shape.batch) > 1:
+    if active is not None and ahead and active.shape.batch_ways > 1:
         keep = remat_of(remat).layer
         try:
             return run_ahead(body, keep, x_BTD, params, context or {}, rows or {}, active)
@@ -207,7 +207,7 @@ class _Pipeline:
     def split(self, x: jax.Array) -> jax.Array:
         """Inside a stage: (R, M, B, ...) of `(batch, ...)`, (1, 1, 1, ...) of one row for all."""
         shape, num_micro = self.inner.shape, self.stages.micro_batches
-        cut = (1, 1) if x.shape[0] == 1 else (shape.ways(shape.batch), num_micro)
+        cut = (1, 1) if x.shape[0] == 1 else (shape.batch_ways, num_micro)
         return x.reshape(*cut, -1, *x.shape[1:])
 
 
@@ -254,7 +254,7 @@ def _gathers_once(
     """
 
     def types() -> list[Any]:
-        pieces = pipe.active.shape.ways(pipe.active.shape.batch) * pipe.stages.micro_batches
+        pieces = pipe.active.shape.batch_ways * pipe.stages.micro_batches
         row = layer_structs(x_BTD, params, context, pipe.rows, pieces)
         apart = dataclasses.replace(pipe.active, params_cut=False)
         with in_force(dataclasses.replace(pipe, active=apart).inner):
@@ -272,7 +272,7 @@ def _gathers_once(
 
 def _check(pipe: _Pipeline, x_BTD: jax.Array, params: PyTree) -> None:
     stages, shape = pipe.stages, pipe.active.shape
-    num_replicas, num_micro = shape.ways(shape.batch), stages.micro_batches
+    num_replicas, num_micro = shape.batch_ways, stages.micro_batches
     if x_BTD.shape[0] % (num_replicas * num_micro):
         raise SizeMismatch(
             f"{x_BTD.shape[0]} sequences for {num_replicas} replicas x {num_micro} micro-batches",

@@ -317,7 +317,7 @@ def _sums_in_stages(x_BTD: jax.Array, active: ActivePlan) -> str:
     """What stages leave to XLA: two all-reduces a layer and pass for every micro-batch."""
     stages = active.stages
     assert stages is not None
-    parts = active.shape.ways(active.shape.batch) * stages.micro_batches
+    parts = active.shape.batch_ways * stages.micro_batches
     count = 4 * stages.micro_batches * stages.num_layers // stages.num_stages
     each = x_BTD.nbytes / parts / MIB
     return (

@@ -182,7 +182,7 @@ def _from_local(batch: FlatTree, mesh: Mesh, shape: MeshShape) -> PyTree:
     rows = NamedSharding(mesh, partition_spec((shape.batch,)))
     arrays = batch.shapes()
     longest = max((array.shape[0] for array in arrays.values() if array.shape), default=1)
-    pieces = rows.addressable_devices_indices_map((shape.ways(shape.batch),))
+    pieces = rows.addressable_devices_indices_map((shape.batch_ways,))
     mine = len({str(index) for index in pieces.values()})
 
     def placed(path: str, leaf: Any) -> Any:

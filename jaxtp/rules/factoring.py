@@ -18,7 +18,7 @@ from jaxtp.rules.roles import Placement, Role
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Share:
+class TensorShare:
     """What one parameter gets of the tensor axis.
 
     Attributes:
@@ -44,7 +44,7 @@ class _Member:
         claim: Of one parameter.
         choices: Where it may be sharded, one for each choice of the group.
         num_bytes: Global.
-        of_vocab: As in `Share`.
+        of_vocab: As in `TensorShare`.
     """
 
     claim: Claim
@@ -52,7 +52,7 @@ class _Member:
     num_bytes: int
     of_vocab: bool
 
-    def share(self, choice: int, prefixes: Sequence[int]) -> Share:
+    def share(self, choice: int, prefixes: Sequence[int]) -> TensorShare:
         """What this member gets when the group takes a choice.
 
         Args:
@@ -61,12 +61,12 @@ class _Member:
         """
         placement = self.choices[choice] if self.choices else None
         if placement is None:
-            return Share(None, 1, self.of_vocab)
+            return TensorShare(None, 1, self.of_vocab)
         if self.of_vocab:
             # A table sharded over part of the axis would save little and cost a factor of the
             # mesh to every group: all of the axis, or replicated.
             prefixes = (prefixes[0], 1)
-        return Share(placement, _widest(placement.units, prefixes), self.of_vocab)
+        return TensorShare(placement, _widest(placement.units, prefixes), self.of_vocab)
 
     def held(self, choice: int, prefixes: Sequence[int]) -> float:
         """Bytes of it on one device when the group takes a choice."""
@@ -78,7 +78,7 @@ _Group = list[_Member]
 
 def factor(
     claims: Sequence[Claim], mesh: MeshShape, policy: str = "factor"
-) -> tuple[MeshShape, tuple[Share, ...]]:
+) -> tuple[MeshShape, tuple[TensorShare, ...]]:
     """The plan's mesh shape, and what each claim gets of its tensor axis, in their order.
 
     Args:
@@ -106,8 +106,8 @@ def factor(
     for claim in claims:
         if claim.vote.fused is not None and claim.vote.spec is None:
             ways = _widest(claim.vote.fused.units, prefixes)
-            taken[claim.param.path] = Share(None, ways, taken[claim.param.path].of_vocab)
-    shares = tuple(taken.get(claim.param.path, Share()) for claim in claims)
+            taken[claim.param.path] = TensorShare(None, ways, taken[claim.param.path].of_vocab)
+    shares = tuple(taken.get(claim.param.path, TensorShare()) for claim in claims)
     used = sorted({share.ways for share in shares} | {1, tp})
     mesh = mesh.factored([b // a for a, b in itertools.pairwise(used)] or [1])
     widths = mesh.widths

@@ -12,14 +12,14 @@ from jaxtp.mesh.axes import MeshShape, Widths, legal_ways, splits
 from jaxtp.plan.decisions import ParamDecision
 from jaxtp.plan.stored_form import Blocks, Padding
 from jaxtp.plan.trees import Param
-from jaxtp.rules.factoring import Share
+from jaxtp.rules.factoring import TensorShare
 from jaxtp.rules.resolve import Claim
 from jaxtp.rules.roles import Placement, Role, Source
 
 
 def fit(
     claims: Sequence[Claim],
-    shares: Sequence[Share],
+    shares: Sequence[TensorShare],
     mesh: MeshShape,
     policy: str = "factor",
     *,
@@ -90,7 +90,7 @@ def check_masked(
                 )
 
 
-def _decision(claim: Claim, share: Share, widths: Widths, *, pads: bool) -> ParamDecision:
+def _decision(claim: Claim, share: TensorShare, widths: Widths, *, pads: bool) -> ParamDecision:
     param, vote, tp = claim.param, claim.vote, max(widths)
     placement, ways = share.placement, share.ways
     padding: Padding = ()
@@ -157,7 +157,7 @@ def _near(placement: Placement | None, tp: int) -> list[int]:
     return [w for w in range(1, 4 * tp + 1) if splits(placement.units, w)]
 
 
-def _given(claim: Claim, share: Share, mesh: MeshShape, problems: Problems) -> ParamDecision:
+def _given(claim: Claim, share: TensorShare, mesh: MeshShape, problems: Problems) -> ParamDecision:
     """An override or annotation, taken as it is if it divides."""
     param, spec = claim.param, claim.vote.spec
     assert spec is not None

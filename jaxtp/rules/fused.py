@@ -18,7 +18,7 @@ from jaxtp.hardware.links import wire_bytes
 from jaxtp.mesh.axes import MeshShape
 from jaxtp.plan.decisions import ParamDecision
 from jaxtp.plan.trees import Spec
-from jaxtp.rules.factoring import Share
+from jaxtp.rules.factoring import TensorShare
 from jaxtp.rules.fallback import price
 from jaxtp.rules.resolve import Claim
 from jaxtp.rules.roles import Fused, Placement
@@ -46,7 +46,7 @@ class Way:
 
 def hold(
     claims: Sequence[Claim],
-    shares: Sequence[Share],
+    shares: Sequence[TensorShare],
     decisions: Sequence[ParamDecision],
     mesh: MeshShape,
 ) -> tuple[ParamDecision, ...]:

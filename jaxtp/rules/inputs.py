@@ -136,8 +136,8 @@ class _Places:
             axes = () if taken & set(mesh.tp) else self._tensor_axes(known)
             if axes:
                 first.append(f"dim {axis}: {self._follows(known, axes)}")
-            elif mesh.ways(mesh.batch) > 1 and self._analysis.is_batch(dim):
-                if size % mesh.ways(mesh.batch) == 0:
+            elif mesh.batch_ways > 1 and self._analysis.is_batch(dim):
+                if size % mesh.batch_ways == 0:
                     axes = mesh.batch
                     rest.append(f"dim {axis}: rows of the batch, over {join(axes)}")
                 else:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtp.cost.traced.price import Stored, TracedStep
+from jaxtp.cost.traced.price import StoredParams, TracedStep
 from jaxtp.cost.traced.program import Block, Reader
 from jaxtp.cost.traced.work import PRODUCTS, product_of, work_of
 from jaxtp.errors import BadUsage, join
@@ -184,7 +184,7 @@ def _is_float(leaf: Any) -> bool:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Traced:
+class TracedModel:
     """A step of somebody's model, traced once for all meshes.
 
     Attributes:
@@ -206,7 +206,7 @@ class Traced:
         return TracedStep(block=block, work=work_of(block), stored=stored, batch=self.model.size)
 
 
-def traced(model: Batched) -> Traced:
+def traced(model: Batched) -> TracedModel:
     """Traces loss and gradients, and reads them by the classes of the forward pass."""
     paths = [path for path, _ in leaves(model.params)]
     trained, batch = model.trained(), model.batch(model.size)
@@ -231,10 +231,10 @@ def traced(model: Batched) -> Traced:
         2 * p.rows * p.columns * p.depth * p.count * (2 if p.attention else 1) * times
         for p, times in work.products.items()
     )
-    return Traced(model=model, analysis=analysis, scope=scope, flops=3 * once / model.size)
+    return TracedModel(model=model, analysis=analysis, scope=scope, flops=3 * once / model.size)
 
 
-def _stored(analysis: Analysis, plan: Plan, block: Block, trained: frozenset[str]) -> Stored:
+def _stored(analysis: Analysis, plan: Plan, block: Block, trained: frozenset[str]) -> StoredParams:
     """Parameters on one device along the tensor axis, and how ZeRO 3 gathers them.
 
     One message a layer for what a loop runs along, and one for each other matrix; vectors travel
@@ -260,7 +260,7 @@ def _stored(analysis: Analysis, plan: Plan, block: Block, trained: frozenset[str
         elif len(d.shape) > 1:
             messages.append(moved)
     layers = [size for turns, size in by_loop.items() for _ in range(turns)]
-    return Stored(
+    return StoredParams(
         elements=elements,
         num_bytes=num_bytes,
         trained_bytes=trained_bytes,

@@ -25,7 +25,7 @@ from jaxtp.mesh.axes import Axis
 from jaxtp.plan.decisions import Plan
 from jaxtp.rules.planner import make_plan
 from jaxtp.train.mesh_advice import Pricing
-from jaxtp.train.own_model import Batched, Traced, batched, traced
+from jaxtp.train.own_model import Batched, TracedModel, batched, traced
 from jaxtp.train.pricing import JAXTP, wires_of
 from jaxtp.train.search_result import (
     OWN_SETTINGS,
@@ -183,7 +183,7 @@ def mesh_sizes(candidate: Candidate) -> dict[str, int]:
 
 
 def _notes(
-    model: OwnModel, read: Traced, plans: Mapping[int, Plan], widest_step: TracedStep
+    model: OwnModel, read: TracedModel, plans: Mapping[int, Plan], widest_step: TracedStep
 ) -> Iterator[str]:
     """What limits tp, what could not be read, and what stands in for what is not known."""
     yield _batch_note(read.model)

@@ -17,7 +17,7 @@ from jaxtp.cost.bound import held_in_stages, needed
 from jaxtp.cost.floor import plan_floor_bytes, stream_bytes
 from jaxtp.cost.flops import model_flops
 from jaxtp.cost.memory import state_bytes_per_device
-from jaxtp.cost.stage_balance import Work, compare, layer_work, table
+from jaxtp.cost.stage_balance import LayerWork, compare, layer_work, table
 from jaxtp.cost.tensor_time import reduction_seconds
 from jaxtp.errors import DoesNotFit, warn
 from jaxtp.hardware.clusters import Cluster
@@ -174,7 +174,7 @@ def strategies(build: Build, plan: Plan) -> tuple[str, ...]:
     return table(compare(plan.stages, build.kinds, work), build.kinds)
 
 
-def work_of(build: Build, plan: Plan) -> Work:
+def work_of(build: Build, plan: Plan) -> LayerWork:
     """What the layers of a run cost on one device of a stage."""
     state, config = FlatTree.of(abstract_state(build)).shapes(), build.config
     staged = state_bytes_per_device(

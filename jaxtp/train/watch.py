@@ -89,7 +89,7 @@ class Profiler:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Operation:
+class TimedOperation:
     """Runs of one operation in a trace, over all devices.
 
     Attributes:
@@ -110,7 +110,7 @@ class Operation:
         return COMMUNICATION.search(self.name) is not None
 
 
-def operations(folder: Path) -> list[Operation]:
+def operations(folder: Path) -> list[TimedOperation]:
     """The operations of the newest trace below a folder, the longest first; `[]` without one."""
     traces = sorted(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
     if not traces:
@@ -124,7 +124,9 @@ def operations(folder: Path) -> list[Operation]:
             seconds[name] += nanoseconds / 1e9
             counts[name] += 1
     total = sum(seconds.values())
-    return [Operation(n, counts[n], s, s / total) for n, s in sorted(seconds.items(), key=_longest)]
+    return [
+        TimedOperation(n, counts[n], s, s / total) for n, s in sorted(seconds.items(), key=_longest)
+    ]
 
 
 def _longest(item: tuple[str, float]) -> float:
@@ -141,7 +143,7 @@ def _events(trace: Path) -> Iterator[tuple[str, float]]:
                 yield name, event.duration_ns
 
 
-def table(found: list[Operation], limit: int = 12) -> str:
+def table(found: list[TimedOperation], limit: int = 12) -> str:
     """The longest operations and the share of communication, as text."""
     communication = sum(op.share for op in found if op.is_communication)
     rows = [f"  {'operation':<40} {'runs':>8} {'ms':>10} {'share':>7}"]

@@ -17,7 +17,7 @@ from jaxtp.activations.context.blocks import Part, Scores, sinks_gradient, with_
 Gradients = tuple[jax.Array, jax.Array, jax.Array]
 
 
-class Work(Protocol):
+class DeviceWork(Protocol):
     """What a device does for its own queries, which it has with their keys, values and segments."""
 
     def forward(self, q: Any, k: Any, v: Any, ids: Any, window: Any) -> tuple[jax.Array, jax.Array]:
@@ -31,7 +31,7 @@ class Work(Protocol):
         ...
 
 
-How = tuple[Callable[[Scores, Any], Work], Scores, ActivePlan | None]
+How = tuple[Callable[[Scores, Any], DeviceWork], Scores, ActivePlan | None]
 """Makes the work of a device, its arguments, and the plan in force."""
 
 
@@ -90,7 +90,7 @@ class Specs:
         Queries are sharded as far as keys are, so that each device has the keys of its queries.
         """
         shape, tokens = active.shape, active.tokens
-        batch = shape.batch if q.shape[0] % shape.ways(shape.batch) == 0 else ()
+        batch = shape.batch if q.shape[0] % shape.batch_ways == 0 else ()
         heads = shape.fit((k.shape[2],))
         rows = batch if ids is not None and ids.shape[0] > 1 else ()
         return cls(

@@ -15,7 +15,7 @@ from jaxtp.cost.step import StepPrice
 from jaxtp.cost.strategy import Number, Strategy, inner_devices
 from jaxtp.cost.traced.live import Share, peak_bytes
 from jaxtp.cost.traced.program import Block
-from jaxtp.cost.traced.work import Product, Work
+from jaxtp.cost.traced.work import EqualProducts, Work
 from jaxtp.cost.wire import Wires
 from jaxtp.hardware.gpus import DeviceKind
 from jaxtp.mesh.axes import Axis
@@ -30,11 +30,11 @@ SUM_BYTES = 4
 """Bytes of a gradient that micro-batches are summed in: float32 (`jaxtp.train.update`)."""
 
 DIMS = ("rows", "columns", "depth", "count")
-"""Sizes of a `Product`, one of which the batch multiplies."""
+"""Sizes of a `EqualProducts`, one of which the batch multiplies."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Stored:
+class StoredParams:
     """Parameters on one device along the tensor axis, before ZeRO shards them.
 
     Attributes:
@@ -65,7 +65,7 @@ class TracedStep:
 
     block: Block
     work: Work
-    stored: Stored
+    stored: StoredParams
     batch: int
 
 
@@ -173,7 +173,9 @@ def compute_seconds(
     return total + traffic / memory_rate(device)
 
 
-def _product_seconds(product: Product, scale: Number, device: DeviceKind, habits: Habits) -> Number:
+def _product_seconds(
+    product: EqualProducts, scale: Number, device: DeviceKind, habits: Habits
+) -> Number:
     sizes: dict[str, Number] = {name: getattr(product, name) for name in DIMS}
     if product.scaled:
         sizes[product.scaled] = sizes[product.scaled] * scale
@@ -201,7 +203,7 @@ def _tensor_seconds(work: Work, scale: Number, wires: Wires, tp: int) -> Number:
 
 
 def _gather_seconds(
-    stored: Stored, s: Strategy, once: Number, wires: Wires, habits: Habits
+    stored: StoredParams, s: Strategy, once: Number, wires: Wires, habits: Habits
 ) -> Number:
     """As `data_parallel.gather_seconds`: every micro-batch gathers twice and scatters once."""
     inner = inner_devices(s, Axis.FSDP)
@@ -217,7 +219,7 @@ def _gather_seconds(
 
 
 def _reduce_seconds(
-    stored: Stored, s: Strategy, backward: Number, wires: Wires, habits: Habits
+    stored: StoredParams, s: Strategy, backward: Number, wires: Wires, habits: Habits
 ) -> Number:
     """As `data_parallel.reduce_seconds`."""
     zero, inner = np.asarray(s.zero), inner_devices(s, Axis.FSDP)
@@ -230,7 +232,7 @@ def _reduce_seconds(
     return beside(over_dp + over_fsdp, habits.overlaps_gradients, backward)
 
 
-def _state_bytes(stored: Stored, s: Strategy) -> Number:
+def _state_bytes(stored: StoredParams, s: Strategy) -> Number:
     """Parameters, moments, and the sums of micro-batches' gradients."""
     zero = np.asarray(s.zero)
     by_3, by_1, by_2 = (np.where(zero >= stage, s.fsdp, 1) for stage in (3, 1, 2))

@@ -40,7 +40,7 @@ Assumed: enough that adding the parts up is small beside them. Nothing was measu
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Product:
+class EqualProducts:
     """Equal matrix products, or kernels of attention, of one step.
 
     Attributes:
@@ -78,7 +78,7 @@ class Work:
         whiles: Whether a `while` is in it, counted as one turn: no program says how many it runs.
     """
 
-    products: defaultdict[Product, float] = dataclasses.field(default_factory=_zeros)
+    products: defaultdict[EqualProducts, float] = dataclasses.field(default_factory=_zeros)
     moved: list[float] = dataclasses.field(default_factory=lambda: [0.0, 0.0])
     stacked: list[float] = dataclasses.field(default_factory=lambda: [0.0, 0.0])
     sent: defaultdict[float, float] = dataclasses.field(default_factory=_zeros)
@@ -235,7 +235,7 @@ def _forgets_shards(operation: Operation) -> bool:
     return made and any(array.split for array in operation.operands)
 
 
-def product_of(operation: Operation) -> Product | None:
+def product_of(operation: Operation) -> EqualProducts | None:
     """The sizes of a product or of a kernel of attention; None for any other operation."""
     if operation.name.startswith(ATTENTION):
         return _attention(operation)
@@ -250,7 +250,7 @@ def product_of(operation: Operation) -> Product | None:
     else:  # a ragged product: every row by one of the stacked matrices
         rows, depth = math.prod(left.shape[:-1]), left.shape[-1]
         scaled = "rows" if left.batch is not None else ""
-        return Product(rows=rows, columns=right.shape[-1], depth=depth, scaled=scaled)
+        return EqualProducts(rows=rows, columns=right.shape[-1], depth=depth, scaled=scaled)
     parts = {
         "count": _part(left, batch_left),
         "depth": _part(left, sum_left),
@@ -262,7 +262,7 @@ def product_of(operation: Operation) -> Product | None:
     parts["count"] = min(parts["count"], _part(right, batch_right), key=lambda part: part[0])
     scaled = next((name for name, (_, is_batch) in parts.items() if is_batch), "")
     rows, columns, depth, count = (parts[name][0] for name in ("rows", "columns", "depth", "count"))
-    return Product(rows=rows, columns=columns, depth=depth, count=count, scaled=scaled)
+    return EqualProducts(rows=rows, columns=columns, depth=depth, count=count, scaled=scaled)
 
 
 def _part(array: Array, dims: Iterable[int]) -> tuple[float, bool]:
@@ -271,7 +271,7 @@ def _part(array: Array, dims: Iterable[int]) -> tuple[float, bool]:
     return math.prod(array.shape[dim] for dim in chosen), array.batch in chosen
 
 
-def _convolution(operation: Operation) -> Product:
+def _convolution(operation: Operation) -> EqualProducts:
     """A convolution as the product that it is: pixels by channels, summed over the window."""
     out, kernel = operation.results[0], operation.operands[1]
     numbers = operation.params["dimension_numbers"]
@@ -280,21 +280,23 @@ def _convolution(operation: Operation) -> Product:
     depth = math.prod(kernel.shape) / kernel.shape[outputs]
     rows = math.prod(out.shape) / columns
     if out.batch is not None:
-        return Product(rows=rows, columns=columns, depth=depth, scaled="rows")
+        return EqualProducts(rows=rows, columns=columns, depth=depth, scaled="rows")
     # The kernel's gradient: the batch is summed over, in parts that keep all cores busy.
     scaled = "count" if kernel.batch is not None else ""
     parts = max(depth / LEAST_DEPTH, 1.0)
-    return Product(rows=rows, columns=columns, depth=depth / parts, count=parts, scaled=scaled)
+    return EqualProducts(
+        rows=rows, columns=columns, depth=depth / parts, count=parts, scaled=scaled
+    )
 
 
-def _attention(operation: Operation) -> Product | None:
+def _attention(operation: Operation) -> EqualProducts | None:
     """A kernel of attention on (batch, time, heads, width)."""
     queries, keys = operation.operands[:2]
     if len(queries.shape) != 4:
         return None
     batch, rows, heads, width = queries.shape
     backward = "bwd" in operation.name
-    return Product(
+    return EqualProducts(
         rows=rows,
         columns=keys.shape[1],
         depth=width,

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable
 
 from jaxtp.compile.report import Report
-from jaxtp.compile.schedule import Product, Window
+from jaxtp.compile.schedule import ComputeWindow, Window
 from jaxtp.hardware.gpus import LINKS
 from jaxtp.inspect.pages.html import Node, Section
 
@@ -122,7 +122,7 @@ def _axis(
     return place, [place(b) for a, b in cuts if a > 0], max(place(reached), 1e-9)
 
 
-def _product(p: Product) -> _Bar:
+def _product(p: ComputeWindow) -> _Bar:
     colour = "#7aa2d6" if p.flops else "#cbd5e1"
     text = f"{p.op_name or p.name}: {p.seconds * 1e3:.3f} ms, {p.repeat} times"
     return _Bar(p.start, p.seconds, 0.0, 4, colour, text)

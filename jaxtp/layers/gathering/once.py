@@ -77,7 +77,7 @@ class Once:
 
     def zeros(self, stacked: PyTree) -> PyTree:
         """Zeros like the parameters, for each replica."""
-        num = self.active.shape.ways(self.active.shape.batch)
+        num = self.active.shape.batch_ways
 
         def leaf(path: str, w: jax.Array) -> jax.Array:
             inner = self.weights.without_batch(self.weights.by_path[path].spec)[1:]
@@ -113,7 +113,7 @@ def once_of(types: Callable[[], Sequence[Any]], stacked: PyTree, active: ActiveP
             parameter.
     """
     shape = active.shape
-    if not active.params_cut or shape.ways(shape.batch) == 1:
+    if not active.params_cut or shape.batch_ways == 1:
         return None
     known = {*shape.batch, *shape.tp, shape.name_of(Axis.PP)}
     others = [axis for axis, size in shape.sizes if size > 1 and axis not in known]

@@ -48,7 +48,7 @@ def run_ahead(
         NotInterleaved: TP073, if the batch does not divide over the replicas, the layer draws
             random numbers where they cannot be taken out, or the policy keeps everything.
     """
-    num_replicas = active.shape.ways(active.shape.batch)
+    num_replicas = active.shape.batch_ways
     if x_BTD.shape[0] % num_replicas:
         raise NotInterleaved(
             f"{x_BTD.shape[0]} sequences on {num_replicas} replicas",

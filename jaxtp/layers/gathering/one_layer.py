@@ -100,7 +100,7 @@ def trace_layer(
             where="remat",
             fix='remat="block_outputs" or "full"',
         )
-    num_replicas = active.shape.ways(active.shape.batch)
+    num_replicas = active.shape.batch_ways
     x, w, own = layer_structs(x_BTD, params, context, rows, num_replicas)
     axes = jax.tree.map(lambda one: None if one.shape[0] == 1 else 0, dict(context))
     axes |= dict.fromkeys(rows)

@@ -37,7 +37,7 @@ def interleave(
         NotInterleaved: TP073, if the batch on a device is odd, sequence parallelism shards the
             residual stream, or a block is not a sum of parts under this plan.
     """
-    num_replicas = active.shape.ways(active.shape.batch)
+    num_replicas = active.shape.batch_ways
     if x_BTD.shape[0] % (2 * num_replicas):
         raise NotInterleaved(
             f"{x_BTD.shape[0]} sequences on {num_replicas} replicas do not make two equal halves",
@@ -66,7 +66,7 @@ def _weights(
     branches: Sequence[Branch], dtype: jnp.dtype, active: ActivePlan
 ) -> tuple[Weights, ...] | None:
     """How the blocks' weights come to the replicas; None if there is one."""
-    if active.shape.ways(active.shape.batch) == 1:
+    if active.shape.batch_ways == 1:
         return None
     found: list[Weights] = []
     for branch in branches:

@@ -85,7 +85,7 @@ class Ways:
     @property
     def num_replicas(self) -> int:
         """Replicas that share the batch."""
-        return self.active.shape.ways(self.active.shape.batch)
+        return self.active.shape.batch_ways
 
     def copies(self, x_BTD: jax.Array) -> jax.Array:
         """An entry for every device, (W, batch, tokens, width); nothing moves."""
