@@ -88,11 +88,14 @@ class MoE(nnx.Module):
         weights_BTC, index_BTC = choose(
             scores_BTE, self.routing, None if correction is None else correction[...]
         )
+        capacity = self.capacity
+        if h_BTD.shape[1] == 1:
+            capacity = capacity.of_step(len(h_BTD), index_BTC.shape[-1], scores_BTE.shape[-1])
         out_BTD, dropped_BT = run_experts(
             *(h_BTD, weights_BTC, index_BTC),
             self._weights(h_BTD.dtype),
             self.experts.gated,
-            self.capacity,
+            capacity,
         )
         if tally is not None:
             dropped_B = jnp.sum(dropped_BT, axis=1)
