@@ -74,7 +74,11 @@ class Capacity:
 
 
 class ExpertWeights(NamedTuple):
-    """Stacked gated MLPs, in the type of the products; biases are None or all there."""
+    """Stacked gated MLPs, in the type of the products; biases are None or all there.
+
+    Integers have a scale for each output of each expert, float32, that their products are
+    multiplied by; floats have None. See `jaxtp.models.quantized`.
+    """
 
     gate_EDF: jax.Array
     up_EDF: jax.Array
@@ -82,9 +86,12 @@ class ExpertWeights(NamedTuple):
     gate_EF: jax.Array | None = None
     up_EF: jax.Array | None = None
     down_ED: jax.Array | None = None
+    gate_scale_EF: jax.Array | None = None
+    up_scale_EF: jax.Array | None = None
+    down_scale_ED: jax.Array | None = None
 
 
-INNER_DIM: tuple[int | None, ...] = (2, 2, 1, 1, 1, None)
+INNER_DIM: tuple[int | None, ...] = (2, 2, 1, 1, 1, None, 1, 1, None)
 """Which dim of each of these arrays is the width inside an expert."""
 
 Gate = Callable[[jax.Array, jax.Array], jax.Array]
@@ -419,16 +426,25 @@ def _products(
 
     A part of the sum if `inner` is split.
     """
-    gate_ECF = jnp.einsum("ecd,edf->ecf", x_ECD, experts.gate_EDF)
-    up_ECF = jnp.einsum("ecd,edf->ecf", x_ECD, experts.up_EDF)
+    gate_ECF = _product(x_ECD, experts.gate_EDF, experts.gate_scale_EF)
+    up_ECF = _product(x_ECD, experts.up_EDF, experts.up_scale_EF)
     if experts.gate_EF is not None and experts.up_EF is not None:
         gate_ECF, up_ECF = gate_ECF + experts.gate_EF[:, None], up_ECF + experts.up_EF[:, None]
     # In front of the last product: there it is part of a pass over memory that is made anyway.
     inner_ECF = static.gate(gate_ECF, up_ECF).astype(jnp.float32) * w_EC[..., None]
-    y_ECD = jnp.einsum("ecf,efd->ecd", inner_ECF.astype(x_ECD.dtype), experts.down_EFD)
+    inner_ECF = inner_ECF.astype(x_ECD.dtype)
+    y_ECD = _product(inner_ECF, experts.down_EFD, experts.down_scale_ED)
     if experts.down_ED is None:
         return y_ECD
     bias_ED = experts.down_ED
     if static.layout.inner:  # added by one of the devices that hold parts of the sum
         bias_ED = bias_ED * (jax.lax.axis_index(static.layout.inner) == 0)
     return y_ECD + (bias_ED[:, None] * w_EC[..., None]).astype(y_ECD.dtype)
+
+
+def _product(x_ECI: jax.Array, w_EIO: jax.Array, scale_EO: jax.Array | None) -> jax.Array:
+    """Each expert's product of its tokens, in their type; integers are scaled behind it."""
+    out_ECO = jnp.einsum("eci,eio->eco", x_ECI, w_EIO.astype(x_ECI.dtype))
+    if scale_EO is None:
+        return out_ECO
+    return (out_ECO.astype(jnp.float32) * scale_EO[:, None]).astype(out_ECO.dtype)

@@ -53,8 +53,8 @@ def cache_shape(config: Any, batch: int, num_slots: int) -> Cache:
     heads, width = config.cached_heads
     num_layers, dtype = config.num_hidden_layers, jnp.dtype(config.dtype)
     if is_quantized(config):
-        one = jax.ShapeDtypeStruct((1, batch, heads, num_slots, width), dtype)
-        return Cache((one,) * num_layers, (one,) * num_layers)
+        one = (jax.ShapeDtypeStruct((1, batch, heads, num_slots, width), dtype),)
+        return Cache(one * num_layers, None if config.caches_latents else one * num_layers)
     struct = jax.ShapeDtypeStruct((num_layers, batch, heads, num_slots, width), dtype)
     return Cache(struct, None if config.caches_latents else struct)
 
@@ -250,10 +250,16 @@ def scan_cached(
     """
     if isinstance(layers, nnx.List):
         # An array a layer: the slice of a stack would be copied for products of Triton.
-        pairs = zip(cache.keys, cache.values, strict=True)
-        held = [LayerCache(Cache(*pair), jnp.int32(0), slot, first_B) for pair in pairs]
+        here = [jax.tree.map(lambda x: x[i], cache, is_leaf=_is_layers) for i in range(*span)]  # noqa: B023
+        held = [LayerCache(one, jnp.int32(0), slot, first_B) for one in here]
         x_BTD = run_alone(layers, x_BTD, context, {**rows, "cache": held})
-        return x_BTD, Cache(*zip(*(one.cache for one in held), strict=True))
+        new = jax.tree.map(lambda *layer: layer, *(one.cache for one in held))
+        first, last = span
+
+        def placed(all_L: tuple[Any, ...], new_L: tuple[Any, ...]) -> tuple[Any, ...]:
+            return (*all_L[:first], *new_L, *all_L[last:])
+
+        return x_BTD, jax.tree.map(placed, cache, new, is_leaf=_is_layers)
     graph, params = nnx.split(layers)
     stacked = {"params": params, "rows": jax.tree.map(jnp.asarray, dict(rows))}
 
@@ -265,6 +271,10 @@ def scan_cached(
         return x_BTD, here.cache
 
     return jax.lax.fori_loop(0, span[1] - span[0], step, (x_BTD, cache))
+
+
+def _is_layers(node: object) -> bool:
+    return type(node) is tuple  # and no `Cache`
 
 
 def row_of(x: jax.Array, layer: jax.Array) -> jax.Array:

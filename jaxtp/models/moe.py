@@ -15,7 +15,7 @@ from flax import nnx
 
 from jaxtp.layers.experts import Capacity, ExpertWeights, Gate, by_device, run_experts
 from jaxtp.models.layers import Sums, Tally, stack_layers
-from jaxtp.models.projections import Linear
+from jaxtp.models.projections import Linear, QuantizedKernel
 
 
 class GatedMLP(nnx.Module):
@@ -110,7 +110,12 @@ class MoE(nnx.Module):
         experts = self.experts
         linears = (experts.gate_proj, experts.up_proj, experts.down_proj)
         biases = (None if x.bias is None else x.bias[...].astype(dtype) for x in linears)
-        return ExpertWeights(*(x.kernel[...].astype(dtype) for x in linears), *biases)
+        kernels = [x.kernel for x in linears]
+        if any(isinstance(kernel, QuantizedKernel) for kernel in kernels):
+            values = (kernel.qvalue[...] for kernel in kernels)
+            scales = (jnp.squeeze(kernel.scale[...], 1) for kernel in kernels)
+            return ExpertWeights(*values, *biases, *scales)
+        return ExpertWeights(*(kernel[...].astype(dtype) for kernel in kernels), *biases)
 
 
 def choose(

@@ -81,13 +81,21 @@ class Linear(nnx.LinearGeneral):
         return out + jnp.expand_dims(bias, range(out.ndim - bias.ndim))
 
 
-def kernel_of(linear: Linear) -> jax.Array:
-    """What a map multiplies by, its adapter included."""
-    kernel = linear.kernel[...]
-    if linear.lora_a is None or linear.lora_b is None:
-        return kernel
-    a, b = linear.lora_a[...], linear.lora_b[...]
-    return kernel + jnp.tensordot(a, b, axes=1).astype(kernel.dtype) * linear.lora_scale
+def kernels_of(linear: Linear) -> list[tuple[jax.Array, jax.Array | None]]:
+    """What a map multiplies by, as a sum: kernels, and the scales of their outputs or None.
+
+    An adapter is added to a kernel of floats, and stands beside one of integers.
+    """
+    kernel = linear.kernel
+    is_integer = isinstance(kernel, QuantizedKernel)
+    adapter = None
+    if linear.lora_a is not None and linear.lora_b is not None:
+        adapter = jnp.tensordot(linear.lora_a[...], linear.lora_b[...], axes=1) * linear.lora_scale
+    if is_integer:
+        own = (kernel.qvalue[...], jnp.squeeze(kernel.scale[...], range(len(linear.in_features))))
+        return [own] if adapter is None else [own, (adapter, None)]
+    own = kernel[...]
+    return [(own if adapter is None else own + adapter.astype(own.dtype), None)]
 
 
 def products(inputs: jax.Array, *maps: Linear) -> tuple[jax.Array, ...]:

@@ -24,8 +24,8 @@ VALUES, SCALES = "/qvalue", "/scale"
 def quantize(model: Any, kind: str) -> Any:
     """The model with the kernels of its linear maps, the head's too, as integers; for generation.
 
-    Token tables, norms, biases and adapters stay as they are, a head that is the table with it.
-    Each layer becomes a module of its own, so that a second model is made: `layers/3/mlp/...`.
+    Token tables, norms, biases, routers and adapters stay as they are, a head that is the table
+    with it. A scale belongs to an output, of experts to an output of each of them. Each layer becomes a module of its own, so that a second model is made: `layers/3/mlp/...`.
 
     Args:
         model: A `Decoder` with float parameters, stacked as `models.build` makes it. Arrays that
@@ -35,8 +35,8 @@ def quantize(model: Any, kind: str) -> Any:
             The largest of an output is 127.5 or 7.5 scales.
 
     Raises:
-        BadConfig: TP020, if qwix is not installed, for another kind, what is no model of jaxtp, one
-            that is quantised, or has experts or latent attention, whose kernels are no plain maps.
+        BadConfig: TP020, if qwix is not installed, for another kind, what is no model of jaxtp, or
+            one that is quantised.
     """
     if not hasattr(getattr(model, "config", None), "caches_latents"):
         raise BadConfig(
@@ -44,7 +44,7 @@ def quantize(model: Any, kind: str) -> Any:
             where="model",
             fix="what models.build or load_hf returns",
         )
-    check_kind(model.config, kind)
+    check_kind(kind)
     if is_quantized(model.config):
         raise BadConfig(
             f"the model's kernels are {model.config.quantize}",
@@ -58,11 +58,16 @@ def quantize(model: Any, kind: str) -> Any:
         count = len(jax.tree.leaves(params)[0])
         alone = [nnx.merge(graph, jax.tree.map(lambda x: x[i], params)) for i in range(count)]  # noqa: B023
         setattr(model, name, nnx.List(alone))
-    for _, module in nnx.iter_modules(model):
-        if isinstance(module, Linear):
+    modules = [module for _, module in nnx.iter_modules(model)]
+    # Small, and a choice of experts that changes is a larger error than any rounding.
+    routers = [getattr(module, "router", None) for module in modules]
+    for module in modules:
+        if isinstance(module, Linear) and not any(module is router for router in routers):
             kernel = module.kernel[...]
-            num_in = len(module.in_features)
-            values, scales = quantized(kernel, tuple(range(num_in, kernel.ndim)), kind)
+            last = kernel.ndim - len(module.out_features)
+            summed = range(last - len(module.in_features), last)
+            outputs = tuple(d for d in range(kernel.ndim) if d not in summed)
+            values, scales = quantized(kernel, outputs, kind)
             setattr(module, "kernel", QuantizedKernel(values, scales))  # noqa: B010
     for _, module in nnx.iter_modules(model):
         config = getattr(module, "config", None)
@@ -81,22 +86,14 @@ def is_quantized(config: Any) -> bool:
     return getattr(config, "quantize", "none") != "none"
 
 
-def check_kind(config: Any, kind: str) -> None:
-    """Refuses what is not quantised, before anything is read or compiled.
+def check_kind(kind: str) -> None:
+    """Refuses an unknown type, before anything is read or compiled.
 
     Raises:
         BadConfig: TP020, see `quantize`.
     """
     if kind not in ("int8", "int4"):
         raise BadConfig(f"{kind!r} is no type of weights", where="quantize", fix="int8 or int4")
-    has_experts = bool(getattr(config, "num_experts", 0))
-    if has_experts or config.caches_latents:
-        raise BadConfig(
-            "kernels of experts and of latent attention are not quantised"
-            f": the model has {'experts' if has_experts else 'latents'}",
-            where="quantize",
-            fix="a dense model, or no quantize",
-        )
     _qwix()
 
 

@@ -92,7 +92,7 @@ def load_hf(
     Raises:
         UnsupportedModel: TP096, if the config asks for something that our models do not compute.
         BadWeights: TP095, if files are damaged, or hold other tensors than the config asks for.
-        BadConfig: TP020, for a model that is not quantised, or if qwix is not installed.
+        BadConfig: TP020, for another `quantize`, or if qwix is not installed.
         BadUsage: TP132, for what names no folder.
         JaxtpError: whatever `make_plan` and `jaxtp.shard` raise.
     """
@@ -101,7 +101,7 @@ def load_hf(
     fields = read_json(folder / CONFIG)
     config = read_fields(fields, str(folder / CONFIG))
     if quantize != "none":
-        check_kind(config, quantize)
+        check_kind(quantize)
     stored = read_folder(folder)
     file_dtype = _file_dtype(fields, stored, str(folder / CONFIG))
     config = dataclasses.replace(

@@ -5,7 +5,8 @@ of a head, O the rest of it.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from jaxtp.models.cache import LayerCache
 from jaxtp.models.llama.config import LlamaConfig
 from jaxtp.models.llama.parts import parts_of
 from jaxtp.models.llama.rotary import rotary_of
-from jaxtp.models.projections import kernel_of, products
+from jaxtp.models.projections import kernels_of, products
 
 LATENT_EPSILON = 1e-6
 """Of the norms of latents in all published models, whatever that of the other norms is."""
@@ -102,9 +103,30 @@ class LatentAttention(nnx.Module):
         With the map up in front of the scores a query meets latents, and with that behind the
         weights their sum becomes values: section 2.1.2 of the report. All heads share one key.
         """
-        kernel_CNH = kernel_of(self.kv_b_proj).astype(q_BTNO.dtype)
-        keys_CNO, values_CNH = jnp.split(kernel_CNH, [self.plain_dim], axis=-1)
-        q_BTNC = jnp.einsum("btno,cno->btnc", q_BTNO, keys_CNO)
+        dtype, cut = q_BTNO.dtype, [self.plain_dim]
+        parts = [
+            (*jnp.split(kernel_CNH, cut, axis=-1), *_split_scale(scale_NH, cut))
+            for kernel_CNH, scale_NH in kernels_of(self.kv_b_proj)
+        ]
+        q_BTNC = _sum(
+            jnp.einsum("btno,cno->btnc", _scaled(q_BTNO, scale_NO), keys_CNO.astype(dtype))
+            for keys_CNO, _, scale_NO, _ in parts
+        )
         q_BTNC = jnp.concatenate([q_BTNC, q_BTNP], axis=-1)
         out_BTNC = run(q_BTNC, k_BT1C, None)[..., : self.rank]
-        return jnp.einsum("btnc,cnh->btnh", out_BTNC, values_CNH)
+        return _sum(
+            _scaled(jnp.einsum("btnc,cnh->btnh", out_BTNC, values_CNH.astype(dtype)), scale_NH)
+            for _, values_CNH, _, scale_NH in parts
+        )
+
+
+def _split_scale(scale: jax.Array | None, cut: list[int]) -> list[Any]:
+    return [None, None] if scale is None else jnp.split(scale, cut, axis=-1)
+
+
+def _sum(terms: Iterable[jax.Array]) -> jax.Array:
+    return functools.reduce(jnp.add, terms)
+
+
+def _scaled(x: jax.Array, scale: jax.Array | None) -> jax.Array:
+    return x if scale is None else (x.astype(jnp.float32) * scale).astype(x.dtype)
