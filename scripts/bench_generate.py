@@ -44,7 +44,6 @@ BATCHES = (1, 16, 64)
 CONTEXT = 2048
 
 FIXTURES = Path(__file__).parents[1] / "tests" / "fixtures" / "hf"
-DENSE = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "phi3", "olmo2", "gpt2")
 
 Kind = Literal["none", "int8", "int4"]
 
@@ -188,7 +187,7 @@ def quantized(options: Options) -> Section:
 
 
 def error(options: Options) -> Section:
-    """The dense checkpoints of the tests, random weights, in float32."""
+    """The checkpoints of the tests, random weights, in float32."""
     import jax
 
     jax.config.update("jax_platforms", "cpu")
@@ -196,10 +195,11 @@ def error(options: Options) -> Section:
 
     import jaxtp
     from jaxtp import models
+    from jaxtp.models.registry import FAMILIES
 
     mesh = jaxtp.make_mesh(tp=1, devices=jax.devices()[:1])
     rows: list[dict[str, Cell]] = []
-    for family in DENSE:
+    for family in FAMILIES:
         types: dict[str, Any] = {"dtype": "float32", "param_dtype": "float32"}
         model, _ = jaxtp.load_hf(FIXTURES / family, mesh, progress=False, **types)
         tokens = np.load(FIXTURES / family / "expected.npz")["tokens"]

@@ -6,7 +6,11 @@ and does not exist ends the run, so that a renamed one cannot fall out of both s
 """
 
 DEFAULT_ROWS: dict[str, tuple[str, ...]] = {
-    "test_a_token_reads_integers_once_and_writes_no_kernel": ("int8-16",),
+    "test_a_token_reads_integers_once_and_writes_no_kernel": ("mixtral-8x7b-int8-16",),
+    "test_a_folder_is_quantised_as_it_is_read": ("llama", "deepseek_v3"),
+    "test_a_token_sends_two_messages_a_layer_and_copies_nothing": (
+        "8B, one row", "8B", "8B, two replicas of one row", "experts",
+    ),
     "test_every_optimizer_keeps_places_and_memory_and_compiles_once": (
         "adamw_clip", "sm3", "adafactor", "masked", "multi_transform", "multi_steps",
         "apply_if_finite", "schedule_free", "lbfgs",

@@ -51,6 +51,7 @@ CASES = {
     "8B, one row": ("llama3-8b", 1, 8),
     "8B": ("llama3-8b", 16, 8),
     "8B, two replicas of one row": ("llama3-8b", 2, 4),
+    "experts": ("mixtral-8x7b", 16, 8),
     "kv heads for half of the devices": ("tinyllama-1.1b", 16, 8),
     "gpt2": ("gpt2-medium", 16, 8),
 }
@@ -85,7 +86,7 @@ def test_a_token_sends_two_messages_a_layer_and_copies_nothing(case):
     assert memory.output_size_in_bytes - memory.alias_size_in_bytes <= 2**16
 
 
-@pytest.mark.parametrize("case", list(CASES.values())[:3], ids=list(CASES)[:3])
+@pytest.mark.parametrize("case", list(CASES.values())[:4], ids=list(CASES)[:4])
 def test_a_token_reads_weights_and_cache_once(case):
     work, plan, module, found, _ = compiled(*case)
     did = traffic.traffic(module, found, Target.parse("h100:1x8"))

@@ -59,10 +59,11 @@ def test_a_value_is_off_by_half_a_scale_at_most(kind, steps):
         rounding.assert_close(map_(x), want, terms=int(np.prod(map_.in_features)) + 4)
 
 
-def test_a_folder_is_quantised_as_it_is_read():
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3", "mixtral", "gpt_oss"])
+def test_a_folder_is_quantised_as_it_is_read(family):
     """As the model that was read whole; 99 tokens are padded, and the head's scales with them."""
-    want = models.quantize(load("llama"), "int8")
-    got = load("llama", make_mesh(dp=2, tp=4), quantize="int8", pad_vocab=True)
+    want = models.quantize(load(family), "int8")
+    got = load(family, make_mesh(dp=2, tp=4), quantize="int8", pad_vocab=True)
     here = dict(leaves(got))
     assert here["lm_head/kernel/scale"].shape == (1, 100)
     for path, leaf in leaves(want):
@@ -71,6 +72,27 @@ def test_a_folder_is_quantised_as_it_is_read():
     alone = jaxtp.generate(want, PROMPTS, max_new_tokens=6)
     answers = jaxtp.generate(got, PROMPTS, max_new_tokens=6)
     assert [a.tokens for a in answers] == [a.tokens for a in alone]
+    for answer in alone:
+        prompt = PROMPTS[answer.prompt]
+        logits = want(jnp.array([[*prompt, *answer.tokens]]))[0]
+        nats = jax.nn.log_softmax(logits)[len(prompt) - 1 : -1][np.arange(6), answer.tokens]
+        np.testing.assert_allclose(answer.log_probabilities, nats, atol=1e-4)
+
+
+def test_each_expert_has_scales_of_its_own():
+    config = dataclasses.replace(TINY, num_experts=4, num_experts_per_tok=2)
+    floats, whole = models.build(config), models.quantize(models.build(config), "int8")
+    plan = jaxtp.make_plan(whole, {"tp": 4}, config=whole.config)
+    for name in ("gate_proj", "down_proj"):
+        kernel = getattr(floats.layers.mlp.experts, name).kernel[...][1]
+        map_ = getattr(whole.layers[1].mlp.experts, name).kernel
+        largest = jnp.max(jnp.abs(kernel), axis=1, keepdims=True)
+        rounding.assert_close(map_.scale[...], largest / 127.5, terms=2)
+        values, scale = (
+            plan[f"layers/1/mlp/experts/{name}/kernel/{x}"] for x in ("qvalue", "scale")
+        )
+        assert values.spec == scale.spec == (("tp",), (), ())
+    assert not hasattr(whole.layers[1].mlp.router.kernel, "qvalue")
 
 
 def test_scales_lie_along_their_outputs():
@@ -106,11 +128,15 @@ def largest_written(module):
     )
 
 
-@pytest.mark.parametrize(("kind", "batch"), [("int8", 16), ("int8", 1), ("int4", 16)])
-def test_a_token_reads_integers_once_and_writes_no_kernel(kind, batch):
-    work = Workload(
-        model="llama3-8b", batch=batch, layers=2, context=512, new_tokens=64, quantize=kind
-    )
+COMPILED = [
+    ("llama3-8b", "int8", 16), ("llama3-8b", "int8", 1), ("llama3-8b", "int4", 16),
+    ("mixtral-8x7b", "int8", 16), ("qwen3-30b-a3b", "int4", 16),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "kind", "batch"), COMPILED)
+def test_a_token_reads_integers_once_and_writes_no_kernel(model, kind, batch):
+    work = Workload(model=model, batch=batch, layers=2, context=512, new_tokens=64, quantize=kind)
     plan, target = work.plan(8), Target.parse("h100:1x8")
     mesh = compiled_programs.gpu_mesh(1, 8)
     mesh = jax.sharding.Mesh(mesh.devices.reshape(8), ("tp",))
@@ -127,6 +153,9 @@ def test_a_token_reads_integers_once_and_writes_no_kernel(kind, batch):
     assert cache <= program.memory_analysis().alias_size_in_bytes <= 1.01 * cache + 2**16
     config = work.config
     in_16_bits = config.hidden_size * config.intermediate_size // 8 * 2
+    if getattr(config, "num_experts", 0):
+        width = config.moe_intermediate_size or config.intermediate_size
+        in_16_bits = config.hidden_size * width * config.num_experts // 8 * 2
     assert largest_written(module) < in_16_bits
 
 
@@ -140,8 +169,6 @@ def merged():
 
 
 REFUSED = {
-    "experts": (lambda: load("mixtral", quantize="int8"), "experts and of latent attention"),
-    "latents": (lambda: models.quantize(models.abstract("deepseek-v2-lite"), "int8"), "kernels of"),
     "another type": (lambda: models.quantize(models.build(TINY), "int3"), "'int3' is no type"),
     "twice": (quantised_twice, "the model's kernels are int8"),
     "merging": (merged, "the kernels are int8, to which nothing is added"),

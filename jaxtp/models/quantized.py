@@ -25,7 +25,8 @@ def quantize(model: Any, kind: str) -> Any:
     """The model with the kernels of its linear maps, the head's too, as integers; for generation.
 
     Token tables, norms, biases, routers and adapters stay as they are, a head that is the table
-    with it. A scale belongs to an output, of experts to an output of each of them. Each layer becomes a module of its own, so that a second model is made: `layers/3/mlp/...`.
+    with it. A scale belongs to an output, of experts to an output of each of them. Each layer
+    becomes a module of its own, so that a second model is made: `layers/3/mlp/...`.
 
     Args:
         model: A `Decoder` with float parameters, stacked as `models.build` makes it. Arrays that

@@ -129,4 +129,4 @@ def _sum(terms: Iterable[jax.Array]) -> jax.Array:
 
 
 def _scaled(x: jax.Array, scale: jax.Array | None) -> jax.Array:
-    return x if scale is None else (x.astype(jnp.float32) * scale).astype(x.dtype)
+    return x if scale is None else (x.astype(jnp.float32) * scale[None, None]).astype(x.dtype)
