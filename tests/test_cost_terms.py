@@ -65,6 +65,19 @@ def test_experts_work_on_and_keep_all_rows_that_their_capacity_leaves():
     assert work[1] - work[0] > flops / WIRES.device.matmul_flops
 
 
+def test_recomputed_experts_take_the_way_there_again_and_no_way_back():
+    """As many all-to-alls as steps with ep=2 have, compiled for GPUs: two a layer forward."""
+    model = dataclasses.replace(MODEL, experts=8, chosen=2)
+
+    def backward(policy, name="jaxtp"):
+        s = Strategy(ep=8, pp=2, micro_batches=2, recompute=int(policy))
+        both = [float(one.experts) for one in block_seconds(model, s, WIRES, HABITS[name])]
+        return 2 * both[1] / both[0]
+
+    assert [backward(policy) for policy in Recompute] == pytest.approx([2, 2, 3, 2, 3, 3, 5])
+    assert backward(Recompute.FULL, "megatron") == pytest.approx(4)
+
+
 @pytest.mark.parametrize("gradient_bytes", [2, 4])
 def test_zero_3_gathers_twice_and_scatters_once_a_block(gradient_bytes):
     habits = dataclasses.replace(JAXTP, overlaps_gathers=0, gradient_bytes=gradient_bytes)

@@ -97,10 +97,23 @@ def block_seconds(
             sum(backward) + again + adding,
             (2 + rerun) * message + regather,
             context * (2 + passes),
-            routed * (1 + passes),
+            routed * (1 + _routed_again(s, habits)),
             launch * (BACKWARD_LAUNCHES + passes),
         ),
     )
+
+
+def _routed_again(s: Strategy, habits: Habits) -> Number:
+    """What the backward pass runs again of a block's two all-to-alls: 0.5 is the way there alone.
+
+    As in jaxtp's compiled steps: under "dots", "block_outputs" and "full" a layer takes the way
+    there again; under "stage" once both ways, for the layer behind it, and then as under
+    "block_outputs". Products alone are kept under "dots", and what they take is not.
+    """
+    layer = is_recompute(s, Recompute.FULL, Recompute.OUTPUTS)
+    there = layer + is_recompute(s, Recompute.DOTS) + 2 * is_recompute(s, Recompute.STAGE)
+    back = habits.returns_again * layer + is_recompute(s, Recompute.STAGE)
+    return (there + back) / 2
 
 
 def exposed(block: BlockSeconds, hidden: Number, habits: Habits) -> tuple[Number, Number]:

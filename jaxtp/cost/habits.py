@@ -53,6 +53,8 @@ class Habits:
         gpipe: Whether all micro-batches are in flight at once, and not at most one a stage.
         last_stage_head: Whether the last pipeline stage alone runs the head.
         scatters_sends: Whether stages send each other the tp-th part and gather it again.
+        returns_again: Whether a recomputed block sends tokens back from their experts once more,
+            which nothing needs that weights them where the experts are.
     """
 
     launch_seconds: float = 0.0
@@ -90,6 +92,7 @@ class Habits:
     gpipe: bool = False
     last_stage_head: bool = True
     scatters_sends: bool = True
+    returns_again: bool = True
 
 
 _MEGATRON = Habits(
@@ -134,7 +137,7 @@ HABITS: Mapping[str, Habits] = MappingProxyType(
             logit_bytes=4.4, table_bytes=6.4, staged_logit_bytes=4.4, workspace_bytes=0,
             stacked_gradient_bytes=3.8, tiles_from=2048, score_traffic=2.7, kept_copies=3,
             pads_vocab=False, zero_along_cp=False, gpipe=True,
-            last_stage_head=False, scatters_sends=False,
+            last_stage_head=False, scatters_sends=False, returns_again=False,
         ),
         "megatron": _MEGATRON,
         # Its head at tp 1 takes what products take whose width is GPT-2's 50,257 tokens.
