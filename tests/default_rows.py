@@ -36,6 +36,9 @@ DEFAULT_ROWS: dict[str, tuple[str, ...]] = {
         "plain-{'cp': 8, 'tp': 1}", "padded-{'cp': 4, 'tp': 2}",
         "window, padded-{'cp': 2, 'tp': 2, 'fsdp': 2}",
     ),
+    "test_updates_along_shared_sequences_are_those_of_one_device": (
+        "llama-{'pp': 2, 'cp': 2, 'tp': 2}-{}",
+    ),
     "test_updates_of_layers_gathered_ahead_are_those_of_one_device": ("sizes1-3-2",),
     "test_the_compiled_program_runs_as_many": ("stage",),
     "test_peft_folders_in_and_out": ("llama", "gpt2"),
@@ -91,6 +94,7 @@ DEFAULT_ROWS: dict[str, tuple[str, ...]] = {
     "test_a_bf16_program_is_held_to_the_digits_it_has": (),
     "test_remat_policies_trade_memory_and_keep_gradients": (),
     "test_loss_scale_changes_no_number": (),
+    "test_adapters_add_no_collective_and_little_to_each": (),
     "test_aggressive_stages_gather_and_reduce_each_weight_once_a_step": (),
     "test_the_first_meshes_are_compiled_and_their_memory_is_a_fact": (),
     "test_the_carried_program_is_the_direct_one": (),

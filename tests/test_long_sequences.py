@@ -101,7 +101,7 @@ def test_loss_and_gradients_are_those_of_one_device(name, sizes):
     ],
     ids=str,
 )
-def test_three_updates_are_those_of_one_device(name, sizes, options):
+def test_updates_along_shared_sequences_are_those_of_one_device(name, sizes, options):
     check(name, sizes, **options)
 
 

@@ -198,8 +198,6 @@ def test_the_plans_constraints_hold_inside_the_step():
     }
     count = {name: text.count("sharding_constraint") for name, text in texts.items()}
     assert count["with"] > count["without"]
-    state, loss = jit_step(nnx_step, state, target, plan=plan)(state, tokens())
-    assert jnp.isfinite(loss)
 
 
 @pytest.mark.parametrize("ambient", [None, AxisType.Auto, AxisType.Explicit])
