@@ -139,16 +139,13 @@ def verify(
             )
         if options.get("pad_vocab") and masked:
             options["pad_vocab"] = "masked"
+        narrow = {k: v for k, v in options.items() if k != "stages"}  # such meshes have none
         out, _, grads = jax.device_get(jitted((), plain, given))
         want = (out, grads)
         _check_finite(want)
-        traced = jax.make_jaxpr(run, static_argnums=0)((), plain, given)
-        allowed = _coarsest(traced.jaxpr) ** 0.5
+        allowed = _coarsest(jax.make_jaxpr(run, static_argnums=0)((), plain, given).jaxpr) ** 0.5
         for wide in _meshes(mesh, names):
-            # Narrow meshes have no stages.
-            left_out = () if wide is mesh else ("stages",)
-            kept = {name: value for name, value in options.items() if name not in left_out}
-            plan = make_plan(params, wide, **kept)
+            plan = make_plan(params, wide, **(options if wide is mesh else narrow))
             placed = as_pytree(shard(rebuild(plain), wide, plan=plan))[0]
             out, leaking, grads = jitted(
                 _layers(plan), placed, shard_batch(given, wide, axis_names=names)
