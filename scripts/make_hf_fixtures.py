@@ -73,7 +73,7 @@ MODELS = {
         n_embd=32,
         n_layer=3,
         n_head=4,
-        n_positions=24,
+        n_positions=80,
         bos_token_id=1,
         eos_token_id=2,
     ),

@@ -167,7 +167,7 @@ REFUSED = {
         {"hidden_act": "silu"},
         "hidden_act = 'silu' contradicts hidden_activation",
     ),
-    "positions twice": ("gpt2", {"n_ctx": 7}, "n_ctx = 7 contradicts n_positions = 24"),
+    "positions twice": ("gpt2", {"n_ctx": 7}, "n_ctx = 7 contradicts n_positions = 80"),
     "another architecture": (
         "llama",
         {"architectures": ["MistralForCausalLM"]},

@@ -223,8 +223,8 @@ def test_prompts_that_cannot_be_answered_are_refused(llama, change, message):
 
 
 def test_positions_that_do_not_exist_are_refused():
-    with pytest.raises(BadPrompt, match="20 tokens and 8 new ones, where 24 fit"):
-        jaxtp.generate(load("gpt2", tp=1), [[1] * 20], max_new_tokens=8)
+    with pytest.raises(BadPrompt, match="76 tokens and 8 new ones, where 80 fit"):
+        jaxtp.generate(load("gpt2", tp=1), [[1] * 76], max_new_tokens=8)
 
 
 @pytest.mark.parametrize(
