@@ -44,11 +44,6 @@ class Cluster:
         """GPUs in all."""
         return sum(part.num_devices for part in self.parts)
 
-    @property
-    def is_mixed(self) -> bool:
-        """Whether there are several kinds."""
-        return len({part.device.name for part in self.parts}) > 1
-
     @functools.cached_property
     def kinds(self) -> tuple[DeviceKind, ...]:
         """The kind of every device, by number."""

@@ -65,6 +65,11 @@ class ParamDecision:
         """The same decision with another spec, and the reason for it."""
         return dataclasses.replace(self, spec=spec, reasons=(*self.reasons, reason), **changes)
 
+    def explained(self, why: str, **changes: Any) -> "ParamDecision":
+        """The same decision, changed, with `why` behind its last reason, which tables show."""
+        *before, last = self.reasons
+        return dataclasses.replace(self, reasons=(*before, f"{last}; {why}"), **changes)
+
     @property
     def num_bytes(self) -> int:
         """Bytes of the array, global, without padding."""

@@ -184,22 +184,9 @@ def leaves(tree: PyTree) -> list[tuple[str, Any]]:
     """`(path, leaf)` pairs in JAX's flattening order.
 
     Raises:
-        BadTree: TP046, if two leaves share a spelling, which an override or a plan could not tell
-            apart.
+        BadTree: TP046, as in `FlatTree.of`.
     """
-    flat = [
-        (spell(p), leaf) for p, leaf in jax.tree_util.tree_flatten_with_path(as_pytree(tree)[0])[0]
-    ]
-    seen: set[str] = set()
-    for path, _ in flat:
-        if path in seen:
-            raise BadTree(
-                "two leaves have the same path; a key contains '/'?",
-                where=path,
-                fix="rename one of the keys so that '/'-joined paths are unique",
-            )
-        seen.add(path)
-    return flat
+    return list(FlatTree.of(tree).values.items())
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -221,10 +208,21 @@ class FlatTree:
         """Any tree, taken apart.
 
         Raises:
-            BadTree: TP046, as in `leaves`.
+            BadTree: TP046, if two leaves share a spelling, which an override or a plan could not
+                tell apart.
         """
         plain, rebuild = as_pytree(tree)
-        return cls(dict(leaves(plain)), jax.tree.structure(plain), rebuild)
+        pairs, treedef = jax.tree_util.tree_flatten_with_path(plain)
+        values: dict[str, Any] = {}
+        for keys, leaf in pairs:
+            if (path := spell(keys)) in values:
+                raise BadTree(
+                    "two leaves have the same path; a key contains '/'?",
+                    where=path,
+                    fix="rename one of the keys so that '/'-joined paths are unique",
+                )
+            values[path] = leaf
+        return cls(values, treedef, rebuild)
 
     def shapes(self) -> dict[str, Param]:
         """What each leaf is, without its data and its annotation.

@@ -76,7 +76,6 @@ def _placed(decision: ParamDecision, stack: Placement, mesh: MeshShape) -> Param
     here = decision.spec[stack.dim]
     spec = tuple((*axes, name) if d == stack.dim else axes for d, axes in enumerate(decision.spec))
     each = stack.units[0] // mesh.ways((*here, name))
-    *before, last = decision.reasons
-    why = f"{last}; {name}={mesh[name]} on dim {stack.dim}, {each} experts on each device"
+    why = f"{name}={mesh[name]} on dim {stack.dim}, {each} experts on each device"
     units = stack.units if here else decision.units
-    return dataclasses.replace(decision, spec=spec, reasons=(*before, why), units=units)
+    return decision.explained(why, spec=spec, units=units)

@@ -1,6 +1,5 @@
 """Stacked layers over the pp axis: which arrays it shards, and in what form they are stored."""
 
-import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 
@@ -92,12 +91,9 @@ def _deal(
     axes = decision.spec[dim]
     kept = axes if axis in axes else (axis, *axes)
     spec = (*decision.spec[:dim], kept, *decision.spec[dim + 1 :])
-    *before, last = decision.reasons
-    reasons = (*before, f"{last}; {axis}={stages.num_stages} on layer dim {dim}")
     pieces = Blocks(dim=dim, pieces=stages.pieces, block=stages.block)
-    return dataclasses.replace(
-        decision,
+    return decision.explained(
+        f"{axis}={stages.num_stages} on layer dim {dim}",
         spec=spec,
-        reasons=reasons,
         padding=(*decision.padding, *(() if pieces.is_plain else (pieces,))),
     )
