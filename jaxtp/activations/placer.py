@@ -10,7 +10,7 @@ from jax.extend.core import Literal
 from jax.extend.source_info_util import user_context
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from jaxtp.activations import lookups
+from jaxtp.activations import lookups, windows
 from jaxtp.activations.exchanged import Exchange
 from jaxtp.activations.fused_attention import FusedAttention
 from jaxtp.activations.fused_products import (
@@ -123,6 +123,10 @@ class Placer:
         meeting = self._sequences.meeting(scope, equation)
         if meeting is not None:
             return [self._meet(scope, equation, operands, meeting)]
+        window = windows.window_of(scope, equation, self._sequences)
+        if window is not None:
+            axis = self._sequences.axis
+            return [window.run(equation, axis, self.mesh, self._split, *operands)]
         if name in PRODUCTS:
             result = self._product(scope, equation, operands)
             if result is not None:

@@ -85,7 +85,7 @@ class Sequences:
         name = plan.mesh.name_of(Axis.CP)
         self.axis = name if name and plan.mesh[name] > 1 else ""
         self._replicas = plan.mesh.batch_ways
-        self._ways = plan.mesh.size_of(Axis.CP)
+        self.ways = plan.mesh.size_of(Axis.CP)
         self._frames: list[Frame] = []
         self._recomputed = 0
         self._meetings: dict[tuple[Scope, int], Meeting | None] = {}
@@ -98,7 +98,7 @@ class Sequences:
     def axes_of(self, dim: Dim) -> tuple[str, ...]:
         """The axes that shard a dim: cp if it leads with tokens."""
         is_shared = bool(self.axes) and self._analysis.is_sequence(dim)
-        return self.axes if is_shared and dim_size(dim) % self._ways == 0 else ()
+        return self.axes if is_shared and dim_size(dim) % self.ways == 0 else ()
 
     def is_position(self, dim: Dim) -> bool:
         """Whether a dim counts tokens or rows of a batch."""

@@ -1,7 +1,7 @@
 """What needs all tokens of a sequence in one place, and so is gathered from devices along cp.
 
-XLA keeps the numbers right and says nothing. Shifts, flips, paddings, slices and convolutions are
-not here: XLA exchanges their edges, or permutes. Nor are arrays no wider than token ids.
+XLA keeps the numbers right and says nothing. Shifts, flips, paddings and slices are not here: XLA
+exchanges their edges, or permutes. Nor are arrays no wider than token ids.
 """
 
 import math
@@ -11,6 +11,7 @@ from typing import Any
 from jax.extend.core import Literal
 
 from jaxtp.activations.sequences import Sequences
+from jaxtp.activations.windows import window_of
 from jaxtp.rules.jaxpr import Analysis
 from jaxtp.rules.jaxpr.control import MIXING
 from jaxtp.rules.jaxpr.walk import UNKNOWN, Kind, Scope, Value, shape_of, where
@@ -33,6 +34,9 @@ def gathers_of_tokens(analysis: Analysis, sequences: Sequences) -> dict[int, str
             dims = (
                 dims_of(equation, number) if dims_of else _merged(scope, equation, value, sequences)
             )
+            window = window_of(scope, equation, sequences)
+            if window is not None and window.edges is None:
+                dims = (window.source,) if number == 0 else ()
             if any(sequences.axes_of(value.dims[dim]) for dim in dims):
                 size = math.prod(value.shape) * value.aval.dtype.itemsize
                 text = f"`{name}` at {line or UNKNOWN}"

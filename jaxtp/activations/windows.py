@@ -1,0 +1,160 @@
+"""Windows along tokens that devices along cp share, in models that never heard of it.
+
+Of a convolution or a pooling a device computes its own tokens, with edges of its neighbours', which
+come by permutes. XLA would exchange the same edges, but its partitioner sums the gradient of a
+kernel over the whole mesh, also along axes on which all devices have the same of it, and loses
+gradients of overlapping windows of a maximum. So no window is left to it with its tokens sharded;
+where edges alone do not do, tokens are gathered.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Literal
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+from jaxtp.activations.sequences import Sequences
+from jaxtp.rules.jaxpr.reentry import bind
+from jaxtp.rules.jaxpr.walk import Scope, shape_of
+
+CONVOLUTION = "conv_general_dilated"
+
+OUTSIDE = {
+    CONVOLUTION: 0.0,
+    "reduce_window_sum": 0.0,
+    "reduce_window_max": -jnp.inf,
+    "reduce_window_min": jnp.inf,
+}
+"""Primitives with windows -> what they read in front of the first token and behind the last."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Window:
+    """A convolution or a pooling along tokens.
+
+    Attributes:
+        number: Which entry of its parameters is about the tokens.
+        source: Their dim in the operand.
+        target: Their dim in the result.
+        edges: How many tokens before and behind its own a device needs, fewer than none where it
+            leaves some out; None where edges of its neighbours do not do.
+    """
+
+    number: int
+    source: int
+    target: int
+    edges: tuple[int, int] | None
+
+    def run(
+        self,
+        equation: Any,
+        axis: str,
+        mesh: Mesh | AbstractMesh,
+        place: Callable[..., Any],
+        x: Any,
+        *kernel: Any,
+    ) -> Any:
+        """The result of the equation.
+
+        Args:
+            equation: The convolution or pooling.
+            axis: The mesh axis that shards the tokens.
+            mesh: The mesh.
+            place: `(x, {dim: axes})` -> `x` with these dims constrained.
+            x: What it goes along, global.
+            *kernel: The kernel of a convolution, on all devices along the axis.
+        """
+        if self.edges is None:
+            # All tokens, in both directions: gradients come through the second constraint.
+            result = bind(equation, (place(x, {self.source: ()}), *kernel))[0]
+            return place(result, {self.target: ()})
+        here = jax.sharding.get_abstract_mesh()
+        mesh = here if here.manual_axes else mesh
+        padding = list(equation.params["padding"])
+        padding[self.number] = (0, 0)
+        params = equation.params | {"padding": tuple(padding)}
+
+        def own(x: Any, *kernel: Any) -> Any:
+            outside = OUTSIDE[equation.primitive.name]
+            x = _with_edges(x, self, axis, mesh.shape[axis], outside)
+            return equation.primitive.bind(x, *kernel, **params)
+
+        def spec(dim: int) -> PartitionSpec:
+            return PartitionSpec(*[None] * dim, axis)
+
+        return jax.shard_map(
+            own,
+            mesh=mesh,
+            in_specs=(spec(self.source), *[PartitionSpec()] * len(kernel)),
+            out_specs=spec(self.target),
+            axis_names={axis},
+            check_vma=False,
+        )(x, *kernel)
+
+
+def window_of(scope: Scope, equation: Any, sequences: Sequences) -> Window | None:
+    """How an equation's windows go along tokens that are shared, or None if it has none."""
+    if equation.primitive.name not in OUTSIDE or not sequences.axes:
+        return None
+    operand = None if isinstance(equation.invars[0], Literal) else equation.invars[0]
+    before = scope.values.get(operand) if operand is not None else None
+    after = scope.values.get(equation.outvars[0])
+    dims, params = equation.params.get("dimension_numbers"), equation.params
+    if dims is None:
+        places = [(dim, dim) for dim, size in enumerate(params["window_dimensions"]) if size > 1]
+    else:
+        places = list(zip(dims.lhs_spec[2:], dims.out_spec[2:], strict=True))
+    for source, target in places:
+        found = ((before, source), (after, target))
+        if any(value is not None and sequences.axes_of(value.dims[d]) for value, d in found):
+            number = source if dims is None else dims.lhs_spec.index(source) - 2
+            window = Window(number, source, target, None)
+            return dataclasses.replace(window, edges=_edges(equation, window, sequences.ways))
+    return None
+
+
+def _edges(equation: Any, window: Window, ways: int) -> tuple[int, int] | None:
+    """As in `Window`."""
+    params, number = equation.params, window.number
+    stride, before = params["window_strides"][number], params["padding"][number][0]
+    if dims := params.get("dimension_numbers"):
+        size = shape_of(equation.invars[1].aval)[dims.rhs_spec[2 + number]]
+        dilation, spread = params["rhs_dilation"][number], params["lhs_dilation"][number]
+    else:
+        size = params["window_dimensions"][number]
+        dilation, spread = params["window_dilation"][number], params["base_dilation"][number]
+    tokens = shape_of(equation.invars[0].aval)[window.source]
+    results = shape_of(equation.outvars[0].aval)[window.target]
+    is_plain = spread == 1 == params.get("batch_group_count", 1)
+    # Else the results of a device are not those of its own tokens.
+    if not is_plain or results * stride != tokens or results % ways:
+        return None
+    edges = before, (size - 1) * dilation + 1 - stride - before
+    return edges if max(edges) <= tokens // ways else None
+
+
+def _with_edges(x: Any, window: Window, axis: str, ways: int, outside: float) -> Any:
+    """A device's own tokens and those beside them."""
+    assert window.edges is not None
+    dim, (before, behind) = window.source, window.edges
+    length, index = x.shape[dim], jax.lax.axis_index(axis)
+    if not jnp.issubdtype(x.dtype, jnp.inexact) and outside:
+        limits = jnp.iinfo(x.dtype)
+        outside = limits.max if outside > 0 else limits.min
+
+    def edge(part: Any, step: int, outermost: int) -> Any:
+        routes = [(i, i + step) for i in range(ways) if 0 <= i + step < ways]
+        arrived = jax.lax.ppermute(part, axis, routes)  # zeros where nothing arrives
+        filled = jnp.full_like(part, outside)
+        return jnp.where(index == outermost, filled, arrived) if outside else arrived
+
+    parts = [jax.lax.slice_in_dim(x, max(-before, 0), length + min(behind, 0), axis=dim)]
+    if before > 0:
+        last = jax.lax.slice_in_dim(x, length - before, None, axis=dim)
+        parts.insert(0, edge(last, 1, 0))
+    if behind > 0:
+        parts.append(edge(jax.lax.slice_in_dim(x, 0, behind, axis=dim), -1, ways - 1))
+    return jnp.concatenate(parts, axis=dim)
