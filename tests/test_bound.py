@@ -56,11 +56,12 @@ def test_stages_share_the_reductions_of_layers_and_of_the_ends():
     assert found["all-reduce", ("pp",)] == 2 * (2 * TABLE / 4 + 64)
 
 
-def test_zero_3_gathers_layers_twice_and_tables_once_and_reduces_once():
-    found = needs(3, fsdp=4, tp=2)
-    assert found["all-gather", ("fsdp",)] == 2 * (2 * 6 * LAYER + 2 * TABLE) / 2
-    assert found["reduce-scatter", ("fsdp",)] == 2 * (6 * LAYER + 2 * TABLE) / 2
-    assert found["all-reduce", ("fsdp",)] == 2 * NORMS
+@pytest.mark.parametrize("over", [{"fsdp": 4}, {"fsdp": 2, "cp": 2}], ids=str)
+def test_zero_3_gathers_layers_twice_and_tables_once_and_reduces_once(over):
+    found, axes = needs(3, tp=2, **over), tuple(over)
+    assert found["all-gather", axes] == 2 * (2 * 6 * LAYER + 2 * TABLE) / 2
+    assert found["reduce-scatter", axes] == 2 * (6 * LAYER + 2 * TABLE) / 2
+    assert found["all-reduce", axes] == 2 * NORMS
 
 
 def test_replicas_reduce_what_zero_leaves_of_a_gradient():

@@ -50,6 +50,15 @@ def test_every_stage_cuts_the_same_dims_of_different_things():
     assert "fsdp=2 on dim 1" in plan_of("llama-tiny")._repr_html_()
 
 
+def test_tokens_along_cp_are_data_to_parameters():
+    """With fsdp, or without it where a stage is asked for."""
+    kernel = "layers/mlp/up_proj/kernel"
+    both = plan_of("llama-tiny", {"fsdp": 2, "cp": 2, "tp": 2})
+    assert both[kernel].spec == ((), ("fsdp", "cp"), ("tp",))
+    alone = [plan_of("llama-tiny", {"cp": 4, "tp": 2}, **kw) for kw in ({}, {"zero": 1})]
+    assert [plan[kernel].state_spec for plan in alone] == [(), ((), ("cp",), ("tp",))]
+
+
 def test_without_the_axis_nothing_changes():
     plan = plan_of("llama-tiny", {"dp": 2, "tp": 4}, zero=3)
     assert plan.zero == 0

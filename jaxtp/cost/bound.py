@@ -217,10 +217,8 @@ def _held(d: ParamDecision) -> set[str]:
 
 def _zero_axes(plan: Plan, d: ParamDecision) -> tuple[str, ...]:
     """Axes over which ZeRO shards a parameter: of all but experts ep is one too."""
-    fsdp, ep = plan.mesh.name_of(Axis.FSDP), plan.mesh.name_of(Axis.EP)
-    if not fsdp or fsdp not in _held(d):
-        return ()
-    return _ordered(plan, _held(d) & ({fsdp} if d.role is Role.EXPERT else {fsdp, ep}))
+    own = {plan.mesh.name_of(Axis.EP)} if d.role is Role.EXPERT else set[str]()
+    return _ordered(plan, _held(d) & {*plan.mesh.zero} - own)
 
 
 def _ordered(plan: Plan, axes: Iterable[str]) -> tuple[str, ...]:

@@ -63,25 +63,30 @@ def sharded_params(
     return plain / plain_ways + experts / expert_ways
 
 
+def zero_ways(s: Strategy, habits: Habits) -> Number:
+    """Devices that ZeRO shards gradients and parameters of experts over."""
+    along_cp = (np.asarray(s.zero) >= 1) & (habits.zero_along_cp >= 2)
+    return np.asarray(s.fsdp) * np.where(along_cp, s.cp, 1)
+
+
 def beside(comm: Number, share: Number, compute: Number) -> Number:
     """Seconds that communication adds where a share of it may run beside compute."""
     hidden = np.minimum(share * comm, compute)
     return comm - hidden + (SLOWDOWN - 1) * hidden
 
 
-def _kinds_here(model: ModelSizes, s: Strategy) -> list[tuple[Number, Number, Number]]:
+def _kinds_here(
+    model: ModelSizes, s: Strategy, habits: Habits
+) -> list[tuple[Number, Number, Number]]:
     """Of everything but experts, and of experts: elements, ways, distance.
 
     Elements are those of one stage's blocks before tp splits them, ways the devices that ZeRO
     shards them over, distance the devices between neighbours of those.
     """
     experts = expert_params_here(model, s)
-    plain = (
-        layer_params_here(model, s) - experts,
-        np.asarray(s.fsdp) * s.ep,
-        inner_devices(s, Axis.EP),
-    )
-    return [plain, (experts, s.fsdp, inner_devices(s, Axis.FSDP))][: 2 if model.experts else 1]
+    ways = zero_ways(s, habits)
+    plain = (layer_params_here(model, s) - experts, ways * s.ep, inner_devices(s, Axis.EP))
+    return [plain, (experts, ways, inner_devices(s, Axis.FSDP))][: 2 if model.experts else 1]
 
 
 def gather_seconds(
@@ -103,7 +108,7 @@ def gather_seconds(
     layers = np.ceil(model.layers / np.asarray(s.pp))
     gather: Number = 0.0
     scatter: Number = 0.0
-    for here, ways, inner in _kinds_here(model, s):
+    for here, ways, inner in _kinds_here(model, s, habits):
         size = 2.0 * here / layers / np.asarray(s.tp)
         gather = gather + wires.seconds("all-gather", size, ways, inner)
         wide = size * habits.gradient_bytes / 2
@@ -130,7 +135,7 @@ def reduce_seconds(
     tables = local_params(model, s, habits) - layer_params_here(model, s) / tp
     over_dp: Number = 0.0
     over_fsdp: Number = 0.0
-    for here, ways, inner in _kinds_here(model, s):
+    for here, ways, inner in _kinds_here(model, s, habits):
         size, tables = here / tp + tables, 0.0
         num_bytes = size * habits.gradient_bytes
         shards = np.where(zero >= 1, ways, 1)
@@ -140,7 +145,8 @@ def reduce_seconds(
         sharded = scatter + wires.seconds("all-gather", 2.0 * size, ways, inner)
         whole = wires.seconds("all-reduce", num_bytes, ways, inner)
         along_cp = wires.seconds("all-reduce", num_bytes / shards, s.cp, inner_devices(s, Axis.CP))
-        over_dp = over_dp + (0.0 if habits.zero_along_cp else along_cp)
+        in_zero = habits.zero_along_cp == 1 or (zero >= 1) & (habits.zero_along_cp >= 2)
+        over_dp = over_dp + np.where(in_zero, 0.0, along_cp)
         once = np.where(zero >= 1, sharded, whole)
         over_fsdp = over_fsdp + np.where(zero >= 3, 0.0, once)
     # A tied table has a copy on the first and on the last stage.
@@ -152,7 +158,7 @@ def reduce_seconds(
 
 def update_seconds(model: ModelSizes, s: Strategy, device: DeviceKind, habits: Habits) -> Number:
     """Seconds of the optimizer, which memory bandwidth limits."""
-    shards = np.where(np.asarray(s.zero) >= 1, s.fsdp, 1)
-    plain = np.where(np.asarray(s.zero) >= 1, np.asarray(s.fsdp) * s.ep, 1)
+    shards = np.where(np.asarray(s.zero) >= 1, zero_ways(s, habits), 1)
+    plain = np.where(np.asarray(s.zero) >= 1, shards * np.asarray(s.ep), 1)
     size = sharded_params(model, s, habits, plain, shards)
     return size * habits.update_bytes / memory_rate(device)

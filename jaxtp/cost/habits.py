@@ -49,7 +49,8 @@ class Habits:
             pass because the loop over blocks writes into one array.
         pads_vocab: Whether a vocabulary that tp does not divide is padded.
         pads_alone: Whether it is padded for aligned products where tp is 1, too.
-        zero_along_cp: Whether ZeRO shards optimizer state along the context axis as well.
+        zero_along_cp: What ZeRO shards along the context axis as well: 0 nothing, 1 optimizer
+            state, 3 all that its stage does.
         gpipe: Whether all micro-batches are in flight at once, and not at most one a stage.
         last_stage_head: Whether the last pipeline stage alone runs the head.
         scatters_sends: Whether stages send each other the tp-th part and gather it again.
@@ -88,7 +89,7 @@ class Habits:
     stacked_gradient_bytes: float = 0.0
     pads_vocab: bool = True
     pads_alone: bool = True
-    zero_along_cp: bool = True
+    zero_along_cp: int = 1
     gpipe: bool = False
     last_stage_head: bool = True
     scatters_sends: bool = True
@@ -136,7 +137,7 @@ HABITS: Mapping[str, Habits] = MappingProxyType(
             kept_streams=10.2, kept_inner=3.4, score_bytes=10, working_score_bytes=12.9,
             logit_bytes=4.4, table_bytes=6.4, staged_logit_bytes=4.4, workspace_bytes=0,
             stacked_gradient_bytes=3.8, tiles_from=2048, score_traffic=2.7, kept_copies=3,
-            pads_vocab=False, zero_along_cp=False, gpipe=True,
+            pads_vocab=False, zero_along_cp=3, gpipe=True,
             last_stage_head=False, scatters_sends=False, returns_again=False,
         ),
         "megatron": _MEGATRON,

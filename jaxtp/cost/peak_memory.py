@@ -100,7 +100,8 @@ def peak_memory(model: ModelSizes, s: Strategy, habits: Habits) -> PeakMemory:
     recomputes = is_recompute(s, Recompute.FULL, Recompute.STAGE, Recompute.OUTPUTS, Recompute.DOTS)
     block = np.where(recomputes, 1.0, 0.5) * block
     at_loss = np.where(habits.gpipe, flight, 1) * kept + logits
-    shards = np.where(np.asarray(s.zero) >= 2, s.fsdp, 1) * np.asarray(s.tp)
+    along_cp = np.asarray(s.cp) if habits.zero_along_cp >= 2 else 1
+    shards = np.where(np.asarray(s.zero) >= 2, s.fsdp * along_cp, 1) * np.asarray(s.tp)
     stacked = habits.stacked_gradient_bytes * layer_params_here(model, s) / shards
     stacked = np.where((m > 1) & (pp == 1), 0.0, stacked)  # counted as held
     # The table's gradient is there from the loss on, where the framework keeps it so long.
@@ -134,7 +135,7 @@ def state_bytes(model: ModelSizes, s: Strategy, habits: Habits) -> Number:
 
     def size(stage: int) -> Number:
         """Elements of what is sharded from this ZeRO stage on."""
-        cp = np.asarray(s.cp) if stage == 1 and habits.zero_along_cp else 1
+        cp = np.asarray(s.cp) if stage <= habits.zero_along_cp else 1
         plain, experts = np.asarray(s.fsdp) * s.ep * cp, np.asarray(s.fsdp) * cp
         ways = (np.where(zero >= stage, n, 1) for n in (plain, experts))
         return sharded_params(model, s, habits, *ways)

@@ -132,8 +132,8 @@ class Layout:
         sizes = {name: size for name, size in active.shape.sizes if size > 1}
         specs = (spec for known, spec in active.experts if shape and known[-3:] == shape)
         *_, expert_axes, _, inner_axes = next(specs, ((), (), ()))
-        # ZeRO's axis is gathered; parameters inside a stage may lie on axes that are gone there.
-        gathered = {active.shape.name_of(Axis.FSDP)}
+        # ZeRO's axes are gathered; parameters inside a stage may lie on axes that are gone there.
+        gathered = {*active.shape.zero} - {active.shape.name_of(Axis.EP)}
         known = {name for _, name in active.shape.others} | set(active.shape.tp)
         usable = [name for name in sizes if name in known and name not in gathered]
         tokens = tuple(name for name in active.shape.batch if name in sizes)

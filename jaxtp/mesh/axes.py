@@ -64,8 +64,14 @@ class Axis(StrEnum):
         "fsdp", [Shards.BATCH, Shards.PARAMETERS, Shards.OPTIMIZER_STATE], Links.NETWORK,
         "batch, parameters and optimizer state",
     )
-    CP = "cp", [Shards.SEQUENCE], Links.NETWORK, "long sequences"
-    EP = "ep", [Shards.BATCH, Shards.EXPERTS], Links.FAST, "experts, and batch"
+    CP = (
+        "cp", [Shards.SEQUENCE, Shards.PARAMETERS, Shards.OPTIMIZER_STATE], Links.NETWORK,
+        "long sequences",
+    )
+    EP = (
+        "ep", [Shards.BATCH, Shards.EXPERTS, Shards.PARAMETERS, Shards.OPTIMIZER_STATE],
+        Links.FAST, "experts, and batch",
+    )
     TP = (
         "tp", [Shards.PARAMETERS, Shards.OPTIMIZER_STATE, Shards.EXPERTS, Shards.SEQUENCE],
         Links.FAST, "tensor parallelism",
@@ -189,6 +195,14 @@ class MeshShape:
         """Axes that shard the tokens of a batch, its rows and along them: gradients are summed."""
         along = self.name_of(Axis.CP)
         return tuple(name for name in self.names if name in self.batch or name == along)
+
+    @property
+    def zero(self) -> tuple[str, ...]:
+        """Axes that ZeRO may shard the train state over, major to minor: all but the tensor axis.
+
+        All of them see other tokens; experts lie along ep already.
+        """
+        return tuple(name for name in self.sharding(Shards.OPTIMIZER_STATE) if name not in self.tp)
 
     def sharding(self, what: Shards) -> tuple[str, ...]:
         """Axes that may shard `what`, major to minor; of the tensor axis all factors."""

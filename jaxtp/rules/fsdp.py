@@ -1,10 +1,11 @@
 """ZeRO over the fsdp axis: which dim of each array it shards, on top of tensor parallelism.
 
-What is replicated along an ep axis, so all but experts, is sharded over both together: 64 devices
-along ep would otherwise each hold all of attention.
+Devices along cp and ep have other tokens as well. What is replicated along them, of ep all but
+experts, is sharded over all of these axes together: 64 devices along ep would otherwise each hold
+all of attention.
 
 One rule serves all stages, since a moment, a gradient and its parameter have the same shape. The
-axis never shards a dim that counts layers: a loop over layers would then fetch each layer from the
+axes never shard a dim that counts layers: a loop over layers would then fetch each layer from the
 one group that holds it, instead of a piece from everybody.
 """
 
@@ -33,12 +34,12 @@ def spread(
     mesh: MeshShape,
     stage: int,
 ) -> tuple[ParamDecision, ...]:
-    """The decisions with the fsdp axis where the stage wants it.
+    """The decisions with the axes of ZeRO where the stage wants them.
 
     Args:
         claims: One per parameter; they know the dims that count layers.
         decisions: One per claim, on the plan's mesh.
-        mesh: The plan's mesh shape; without an fsdp axis nothing changes.
+        mesh: The plan's mesh shape; without an axis of ZeRO nothing changes.
         stage: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters.
 
     Raises:
@@ -46,7 +47,7 @@ def spread(
     """
     if stage not in STAGES:
         raise BadConfig(f"there is no ZeRO stage {stage}", where="zero", fix="0, 1, 2 or 3")
-    if not mesh.name_of(Axis.FSDP) or stage == 0:
+    if not mesh.zero or stage == 0:
         return tuple(decisions)
     inside = [frozenset(range(len(c.param.shape))) - {*c.stacked_dims} for c in claims]
     sizes = [math.prod(d.shape[i] for i in core) for d, core in zip(decisions, inside, strict=True)]
@@ -68,14 +69,14 @@ def _spread(
     decision: ParamDecision, core: frozenset[int] | None, mesh: MeshShape, stage: int
 ) -> ParamDecision:
     """One decision; `core` are the dims that do not count layers, None for a small array."""
-    name, other = mesh.name_of(Axis.FSDP), mesh.name_of(Axis.EP)
-    if any(name in axes for axes in decision.spec):
+    held = {axis for axes in decision.spec for axis in axes}
+    free = tuple(name for name in mesh.zero if name not in held)
+    if not free or held & {*mesh.zero} - {mesh.name_of(Axis.EP)}:
         return decision  # the user or an annotation has put it there
-    choices: list[tuple[str, ...]] = [(name,)]
-    if other and decision.dim_on([other]) is None:
-        choices.insert(0, (name, other))
+    # All that are free, else the first ones of them.
+    choices = [free[:count] for count in range(len(free), 0, -1)]
     found = ((axes, _best_dim(decision, core, mesh, axes)) for axes in choices if core is not None)
-    over, dim = next((best for best in found if best[1] is not None), ((name,), None))
+    over, dim = next((best for best in found if best[1] is not None), (free[:1], None))
     axis = " x ".join(f"{axis}={mesh[axis]}" for axis in over)
     if dim is None:
         return _explained(
@@ -84,8 +85,8 @@ def _spread(
     spec = tuple((*axes, *over) if d == dim else axes for d, axes in enumerate(decision.spec))
     if stage == 3:
         return _explained(decision, f"{axis} on dim {dim}", spec=spec)
-    held = "optimizer state" if stage == 1 else "optimizer state and gradient"
-    return _explained(decision, f"{axis} on dim {dim} of {held}", state_spec=spec)
+    what = "optimizer state" if stage == 1 else "optimizer state and gradient"
+    return _explained(decision, f"{axis} on dim {dim} of {what}", state_spec=spec)
 
 
 def _best_dim(

@@ -40,7 +40,7 @@ def make_plan(
     overrides: Mapping[str, Any] | None = None,
     axis_names: Mapping[str, str] | None = None,
     policy: str = "factor",
-    zero: int = 3,
+    zero: int | None = None,
     stages: Stages | None = None,
     pad_vocab: bool | Literal["masked"] = False,
     strict: bool = False,
@@ -62,8 +62,9 @@ def make_plan(
         axis_names: What jaxtp calls an axis -> what the mesh calls it, e.g. `{"tp": "model"}`.
         policy: For units that do not divide: "factor" takes the widest part of the tensor axis
             that divides, "replicate" keeps them replicated, "error" refuses.
-        zero: What an fsdp axis shards: 0 the batch alone, 1 also optimizer state, 2 also
-            gradients, 3 also parameters.
+        zero: What is sharded over the fsdp axis, and over cp and ep with it: 0 the batch alone, 1
+            also optimizer state, 2 also gradients, 3 also parameters. By default 3 where the mesh
+            has an fsdp axis, else 0.
         stages: How stacked layers are assigned along a pp axis; by default evenly, in one round,
             for as many micro-batches as stages.
         pad_vocab: Pad a vocabulary that does not divide, instead of replicating its table. The
@@ -107,13 +108,14 @@ def make_plan(
     decisions = fused.hold(claims, shares, decisions, shape)
     decisions = experts.assign(claims, decisions, shape)
     stages, decisions = pipeline.deal(claims, decisions, shape, stages)
+    zero = (3 if shape.name_of(Axis.FSDP) else 0) if zero is None else zero
     decisions = fsdp.spread(claims, decisions, shape, zero)
     found = review.review(claims, decisions, shape, faults, strict=strict, budget=replicated_budget)
     plan = Plan(
         mesh=shape,
         decisions=decisions,
         policy=policy,
-        zero=zero if shape.name_of(Axis.FSDP) else 0,
+        zero=zero if shape.zero else 0,
         stages=stages,
         notes=(*written.notes, *found),
     )
