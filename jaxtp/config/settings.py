@@ -97,7 +97,7 @@ class Pipeline:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Zero:
-    """What is sharded over the fsdp axis, with it over cp and ep, and where optimizer state lives."""
+    """What is sharded over fsdp, cp and ep together, and where optimizer state lives."""
 
     __pydantic_config__: Strict = STRICT
 
