@@ -94,7 +94,7 @@ class ActivePlan:
         decisions: Where parameters lie, if layers are interleaved; () otherwise.
         stages: How stacked layers are assigned along the pp axis; None without one, and inside a
             stage.
-        params_cut: Whether the batch axes shard parameters too.
+        params_sharded: Whether the batch axes shard parameters too.
         experts: Shape and spec of the weights of stacked experts.
     """
 
@@ -105,7 +105,7 @@ class ActivePlan:
     # A model without stacked layers has hundreds; equality settles what the hash leaves open.
     decisions: tuple[ParamDecision, ...] = dataclasses.field(default=(), hash=False)
     stages: Stages | None = None
-    params_cut: bool = False
+    params_sharded: bool = False
     experts: frozenset[tuple[tuple[int, ...], Spec]] = frozenset()
 
     @property
@@ -192,7 +192,7 @@ def use_plan(plan: ActivationPlan, mesh: Mesh) -> Generator[None]:
         interleave=interleave,
         decisions=plan.decisions if interleave else (),
         stages=plan.stages,
-        params_cut=any(d.dim_on(plan.mesh.batch) is not None for d in plan.decisions),
+        params_sharded=any(d.dim_on(plan.mesh.batch) is not None for d in plan.decisions),
         experts=frozenset((d.shape, d.spec) for d in plan.decisions if d.role == "expert"),
     )
     with _active(active):

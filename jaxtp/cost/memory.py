@@ -23,7 +23,7 @@ class Placed(Protocol):
 
 
 def state_bytes_per_device(
-    state: Mapping[str, Param], places: Mapping[str, Placed], mesh: MeshShape, *, cut_by: str = ""
+    state: Mapping[str, Param], places: Mapping[str, Placed], mesh: MeshShape, *, along: str = ""
 ) -> int:
     """Bytes of a train state or a part of it, padding included, that one device holds.
 
@@ -31,10 +31,10 @@ def state_bytes_per_device(
         state: Its arrays by path.
         places: Path -> where that array lies, from `jaxtp.placement.train_state.slots`.
         mesh: The plan's mesh shape.
-        cut_by: Count only arrays that are sharded along this axis.
+        along: Count only arrays that are sharded along this axis.
     """
     return sum(
         itemsize(array.dtype) * math.prod(places[path].stored) // mesh.pieces(places[path].spec)
         for path, array in state.items()
-        if not cut_by or any(cut_by in axes for axes in places[path].spec)
+        if not along or any(along in axes for axes in places[path].spec)
     )

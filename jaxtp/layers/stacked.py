@@ -180,7 +180,7 @@ class _Pipeline:
         Gradients of parameters that are replicated on these axes are then summed on each device
         over all ticks and reduced once, where the partitioner would reduce them in every tick.
         """
-        return () if self.active.params_cut else self.active.shape.batch
+        return () if self.active.params_sharded else self.active.shape.batch
 
     @property
     def spans(self) -> list[tuple[int, int]]:
@@ -219,7 +219,9 @@ def _in_stages(
     given, places = (params, ()), PartitionSpec(pipe.axis)
     if (once := _gathers_once(pipe, x_BTD, params, context)) is not None:
         given, places = once(params), once.specs
-        pipe = dataclasses.replace(pipe, active=dataclasses.replace(pipe.active, params_cut=False))
+        pipe = dataclasses.replace(
+            pipe, active=dataclasses.replace(pipe.active, params_sharded=False)
+        )
     active, shape = pipe.active, pipe.active.shape
     replicas = PartitionSpec(pipe.manual_batch or None)
     sides = jax.tree.map(lambda x: PartitionSpec() if x.shape[0] == 1 else replicas, dict(context))
@@ -256,7 +258,7 @@ def _gathers_once(
     def types() -> list[Any]:
         pieces = pipe.active.shape.batch_ways * pipe.stages.micro_batches
         row = layer_structs(x_BTD, params, context, pipe.rows, pieces)
-        apart = dataclasses.replace(pipe.active, params_cut=False)
+        apart = dataclasses.replace(pipe.active, params_sharded=False)
         with in_force(dataclasses.replace(pipe, active=apart).inner):
             refuse_draws(pipe.layer, *row)
             return product_types(pipe.layer, *row)

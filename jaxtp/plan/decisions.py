@@ -238,7 +238,7 @@ class Plan:
         total = 0.0
         for old in self.decisions:
             new = other[old.path]
-            before, after = _cuts(old, self.mesh), _cuts(new, other.mesh)
+            before, after = _shards(old, self.mesh), _shards(new, other.mesh)
             if before == after and old.stored == new.stored:
                 continue
             # Prefixes of the tensor axis nest in one dim; other axes do as sets.
@@ -358,7 +358,7 @@ class Plan:
             ) from None
 
 
-def _cuts(d: ParamDecision, mesh: MeshShape) -> list[tuple[tuple[str, ...], int]]:
+def _shards(d: ParamDecision, mesh: MeshShape) -> list[tuple[tuple[str, ...], int]]:
     """Per dim: the axes besides the tensor axis, and shards along that one, factored or not."""
     return [
         (tuple(a for a in axes if a not in mesh.tp), mesh.ways(a for a in axes if a in mesh.tp))

@@ -161,17 +161,19 @@ def _group_votes(
         word, path = leaf.name.word, leaf.param.path
         slot = by_path.get(path)
 
-        def whole(role: Role, reason: str, path: str = path) -> Vote:
+        def replicated(role: Role, reason: str, path: str = path) -> Vote:
             return Vote(path, Source.NAMES, role, reason, group=name)
 
         if word is Word.O and leaf.name.bias:
-            yield whole(Role.ROW_BIAS, "bias of the output projection, added once")
+            yield replicated(Role.ROW_BIAS, "bias of the output projection, added once")
         elif word is Word.LOW_RANK:
-            yield whole(Role.LOW_RANK, "low-rank factor: small, and its rank stays together")
+            yield replicated(Role.LOW_RANK, "low-rank factor: small, and its rank stays together")
         elif slot is None or found is None:
-            yield whole(Role.UNKNOWN, f"{word}, but the number of heads is unknown; give heads=")
+            yield replicated(
+                Role.UNKNOWN, f"{word}, but the number of heads is unknown; give heads="
+            )
         elif not (slot.parted or _per_head(slot, slots) or _kv_width(slot, slots)):
-            yield whole(
+            yield replicated(
                 Role.FUSED, f"{word} share {slot.size}, one after another or in unknown order"
             )
         else:

@@ -26,25 +26,25 @@ from jaxtp.rules.roles import Fused, Placement
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Way:
-    """One way to hold a fused array.
+    """One way to store a fused array.
 
     Attributes:
         what: It, in words.
         spec: Where the array's dims go.
         wire: Bytes that one device sends for it in the forward and backward pass of one layer.
-        held: Bytes of the array on one device, all layers.
+        stored: Bytes of the array on one device, all layers.
     """
 
     what: str
     spec: Spec
     wire: float
-    held: int
+    stored: int
 
     def __str__(self) -> str:
-        return f"{self.what} {self.wire / 1e6:,.2f} MB sent, {self.held / 1e6:,.2f} MB stored"
+        return f"{self.what} {self.wire / 1e6:,.2f} MB sent, {self.stored / 1e6:,.2f} MB stored"
 
 
-def hold(
+def place(
     claims: Sequence[Claim],
     shares: Sequence[TensorShare],
     decisions: Sequence[ParamDecision],
@@ -59,12 +59,12 @@ def hold(
         mesh: The plan's mesh shape.
     """
     widths, tp, replicas = mesh.widths, mesh.tp_size, mesh.batch_ways
-    held: list[ParamDecision] = []
+    placed: list[ParamDecision] = []
     for claim, share, decision in zip(claims, shares, decisions, strict=True):
         fused, size = claim.vote.fused, share.ways
         if fused and size > 1:
             ways = list(_ways(decision, fused, widths[size], size, replicas))
-            best = min(ways, key=lambda way: (way.wire, way.held))
+            best = min(ways, key=lambda way: (way.wire, way.stored))
             reason = (
                 f"{best.what}, the cheapest with `parallelize` for a layer forward and backward, "
                 f"per device: {'; '.join(map(str, ways))}"
@@ -72,8 +72,8 @@ def hold(
             narrow = price(claim, Placement(fused.dim, fused.units), size, tp) if size < tp else ""
             kept = decision.fallback if best.what == "replicated" else narrow
             decision = decision.revise(best.spec, reason, fallback=kept)
-        held.append(decision)
-    return tuple(held)
+        placed.append(decision)
+    return tuple(placed)
 
 
 def _ways(

@@ -39,7 +39,7 @@ def votes(params: Mapping[str, Param], dims: ModelDims) -> list[Vote]:
     routed = {n for leaf in tree.leaves.values() if leaf.name.experts for n in leaf.nodes}
     return [
         dataclasses.replace(
-            found.get(path) or _whole(leaf, routed),
+            found.get(path) or _replicated(leaf, routed),
             stacked_dims=() if leaf.layer is None else (leaf.layer,),
         )
         for path, leaf in tree.leaves.items()
@@ -59,7 +59,7 @@ def _recurrent(tree: ModelTree) -> Iterator[Vote]:
             yield Vote(leaf.param.path, Source.NAMES, Role.UNKNOWN, reason)
 
 
-def _whole(leaf: Leaf, routed: set[str]) -> Vote:
+def _replicated(leaf: Leaf, routed: set[str]) -> Vote:
     """What is replicated for a reason, or for want of one."""
     word, rank = leaf.name.word, sum(n > 1 for n in leaf.sizes)
     if word is Word.IN and rank == 2 and routed & set(leaf.nodes[1:2]):

@@ -11,7 +11,7 @@ from jaxtp.plan.stored_form import Blocks
 from jaxtp.rules.resolve import Claim
 
 
-def deal(
+def assign(
     claims: Sequence[Claim],
     decisions: Sequence[ParamDecision],
     mesh: MeshShape,
@@ -67,14 +67,14 @@ def deal(
             where="stages",
             fix=f"stages of {join(depths)} layers",
         )
-    dealt = (
-        _deal(decision, claim.stacked_dims, mesh, stages)
+    assigned = (
+        _assigned(decision, claim.stacked_dims, mesh, stages)
         for claim, decision in zip(claims, decisions, strict=True)
     )
-    return stages, tuple(dealt)
+    return stages, tuple(assigned)
 
 
-def _deal(
+def _assigned(
     decision: ParamDecision, stacked: Sequence[int], mesh: MeshShape, stages: Stages
 ) -> ParamDecision:
     # Other sizes count the layers of a stack beside the one that the stages share.

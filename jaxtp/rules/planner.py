@@ -105,9 +105,9 @@ def make_plan(
     shape, shares = factoring.factor(local, shape, policy)
     decisions = fallback.fit(local, shares, shape, policy, pad_vocab=bool(pad_vocab))
     fallback.check_masked(decisions, pad_vocab, config, traced.masked)
-    decisions = fused.hold(claims, shares, decisions, shape)
+    decisions = fused.place(claims, shares, decisions, shape)
     decisions = experts.assign(claims, decisions, shape)
-    stages, decisions = pipeline.deal(claims, decisions, shape, stages)
+    stages, decisions = pipeline.assign(claims, decisions, shape, stages)
     zero = (3 if shape.name_of(Axis.FSDP) else 0) if zero is None else zero
     decisions = fsdp.spread(claims, decisions, shape, zero)
     found = review.review(claims, decisions, shape, faults, strict=strict, budget=replicated_budget)

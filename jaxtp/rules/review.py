@@ -52,7 +52,7 @@ def review(
     if shape.tp_size > 1:
         found[:0] = [
             *_nothing(decisions, shape),
-            *_whole(decisions, shape, budget),
+            *_replicated_matrices(decisions, shape, budget),
             *_groups(decisions, shape),
         ]
     if strict:
@@ -162,18 +162,20 @@ def _nothing(decisions: Sequence[ParamDecision], shape: MeshShape) -> list[Jaxtp
     ]
 
 
-def _whole(decisions: Sequence[ParamDecision], shape: MeshShape, budget: float) -> list[JaxtpError]:
-    whole = [d for d in decisions if len(d.shape) > 1 and d.dim_on(shape.tp) is None]
+def _replicated_matrices(
+    decisions: Sequence[ParamDecision], shape: MeshShape, budget: float
+) -> list[JaxtpError]:
+    matrices = [d for d in decisions if len(d.shape) > 1 and d.dim_on(shape.tp) is None]
     total = sum(d.num_bytes for d in decisions)
-    held = sum(d.num_bytes for d in whole)
-    if held <= budget * total:
+    num_bytes = sum(d.num_bytes for d in matrices)
+    if num_bytes <= budget * total:
         return []
-    largest = sorted(whole, key=lambda d: -d.num_bytes)
+    largest = sorted(matrices, key=lambda d: -d.num_bytes)
     listed = (f"{d.path} {list(d.shape)} ({d.fallback or d.reasons[-1]})" for d in largest)
     return [
         ReplicatedTooMuch(
-            f"replicated matrices take {held / 1e6:,.1f} MB on every device, {held / total:.0%} of "
-            f"{total / 1e6:,.1f} MB; the largest: {join(listed, 3)}",
+            f"replicated matrices take {num_bytes / 1e6:,.1f} MB on every device, "
+            f"{num_bytes / total:.0%} of {total / 1e6:,.1f} MB; the largest: {join(listed, 3)}",
             where=largest[0].path,
             fix=f"{WHAT_TO_GIVE}; or raise replicated_budget={budget}",
         )

@@ -178,7 +178,7 @@ def work_of(build: Build, plan: Plan) -> LayerWork:
     """What the layers of a run cost on one device of a stage."""
     state, config = FlatTree.of(abstract_state(build)).shapes(), build.config
     staged = state_bytes_per_device(
-        state, slots(state, plan), plan.mesh, cut_by=plan.mesh.name_of(Axis.PP)
+        state, slots(state, plan), plan.mesh, along=plan.mesh.name_of(Axis.PP)
     )
     return layer_work(
         plan,

@@ -113,7 +113,7 @@ def once_of(types: Callable[[], Sequence[Any]], stacked: PyTree, active: ActiveP
             parameter.
     """
     shape = active.shape
-    if not active.params_cut or shape.batch_ways == 1:
+    if not active.params_sharded or shape.batch_ways == 1:
         return None
     known = {*shape.batch, *shape.tp, shape.name_of(Axis.PP)}
     others = [axis for axis, size in shape.sizes if size > 1 and axis not in known]
