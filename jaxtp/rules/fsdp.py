@@ -9,14 +9,12 @@ axes never shard a dim that counts layers: a loop over layers would then fetch e
 one group that holds it, instead of a piece from everybody.
 """
 
-import dataclasses
 import math
 from collections.abc import Sequence
 
 from jaxtp.errors import BadConfig
 from jaxtp.mesh.axes import Axis, MeshShape
 from jaxtp.plan.decisions import ParamDecision
-from jaxtp.plan.trees import Spec
 from jaxtp.rules.resolve import Claim
 from jaxtp.rules.roles import Role
 
@@ -32,28 +30,31 @@ def spread(
     claims: Sequence[Claim],
     decisions: Sequence[ParamDecision],
     mesh: MeshShape,
-    stage: int,
-) -> tuple[ParamDecision, ...]:
-    """The decisions with the axes of ZeRO where the stage wants them.
+    stage: int | None,
+) -> tuple[int, tuple[ParamDecision, ...]]:
+    """The stage of ZeRO, and the decisions with its axes where the stage wants them.
 
     Args:
         claims: One per parameter; they know the dims that count layers.
         decisions: One per claim, on the plan's mesh.
-        mesh: The plan's mesh shape; without an axis of ZeRO nothing changes.
-        stage: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters.
+        mesh: The plan's mesh shape; without an axis of ZeRO nothing changes, which is stage 0.
+        stage: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters; None for 3 where
+            there is an fsdp axis, else 0.
 
     Raises:
         BadConfig: TP020, if there is no such stage.
     """
+    if stage is None:
+        stage = 3 if mesh.name_of(Axis.FSDP) else 0
     if stage not in STAGES:
         raise BadConfig(f"there is no ZeRO stage {stage}", where="zero", fix="0, 1, 2 or 3")
     if not mesh.zero or stage == 0:
-        return tuple(decisions)
+        return 0, tuple(decisions)
     inside = [frozenset(range(len(c.param.shape))) - {*c.stacked_dims} for c in claims]
     sizes = [math.prod(d.shape[i] for i in core) for d, core in zip(decisions, inside, strict=True)]
     each = [_one(claim, size) for claim, size in zip(claims, sizes, strict=True)]
     least = max(each, default=0) / SMALL_SHARE
-    return tuple(
+    return stage, tuple(
         _spread(d, core if size >= least else None, mesh, stage)
         for d, core, size in zip(decisions, inside, sizes, strict=True)
     )
@@ -79,14 +80,13 @@ def _spread(
     over, dim = next((best for best in found if best[1] is not None), (free[:1], None))
     axis = " x ".join(f"{axis}={mesh[axis]}" for axis in over)
     if dim is None:
-        return _explained(
-            decision, f"{axis}: {'replicated, small' if core is None else 'not divisible'}"
-        )
+        why = "replicated, small" if core is None else "not divisible"
+        return decision.explained(f"{axis}: {why}")
     spec = tuple((*axes, *over) if d == dim else axes for d, axes in enumerate(decision.spec))
     if stage == 3:
-        return _explained(decision, f"{axis} on dim {dim}", spec=spec)
+        return decision.explained(f"{axis} on dim {dim}", spec=spec)
     what = "optimizer state" if stage == 1 else "optimizer state and gradient"
-    return _explained(decision, f"{axis} on dim {dim} of {what}", state_spec=spec)
+    return decision.explained(f"{axis} on dim {dim} of {what}", state_spec=spec)
 
 
 def _best_dim(
@@ -101,9 +101,3 @@ def _best_dim(
     ways = mesh.ways(over)
     legal = [d for d in core if stored[d] % (mesh.ways(decision.spec[d]) * ways) == 0]
     return max(legal, key=lambda d: (not decision.spec[d], stored[d], -d), default=None)
-
-
-def _explained(decision: ParamDecision, why: str, **changes: Spec) -> ParamDecision:
-    """The decision with `why` added to its last reason, the one that tables show."""
-    *before, last = decision.reasons
-    return dataclasses.replace(decision, reasons=(*before, f"{last}; {why}"), **changes)

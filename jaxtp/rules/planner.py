@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from jaxtp.mesh.axes import Axis, MeshShape
+from jaxtp.mesh.axes import MeshShape
 from jaxtp.mesh.build import faults_of
 from jaxtp.plan import trees
 from jaxtp.plan.decisions import Plan
@@ -108,14 +108,13 @@ def make_plan(
     decisions = fused.place(claims, shares, decisions, shape)
     decisions = experts.assign(claims, decisions, shape)
     stages, decisions = pipeline.assign(claims, decisions, shape, stages)
-    zero = (3 if shape.name_of(Axis.FSDP) else 0) if zero is None else zero
-    decisions = fsdp.spread(claims, decisions, shape, zero)
+    zero, decisions = fsdp.spread(claims, decisions, shape, zero)
     found = review.review(claims, decisions, shape, faults, strict=strict, budget=replicated_budget)
     plan = Plan(
         mesh=shape,
         decisions=decisions,
         policy=policy,
-        zero=zero if shape.zero else 0,
+        zero=zero,
         stages=stages,
         notes=(*written.notes, *found),
     )
