@@ -69,6 +69,13 @@ def placed():
     return jaxtp.shard(TREE, mesh())
 
 
+def donated():
+    """A state that a step has taken over."""
+    state = placed()
+    jaxtp.jit_step(lambda s, b: s, state, mesh())(state, X)
+    return state
+
+
 def under(plan, mesh):
     with jaxtp.use_plan(plan, mesh):
         pass
@@ -310,6 +317,40 @@ def table():
         yield f"batch of {bad!r:.14}", lambda b=bad: jaxtp.shard_batch(b, mesh()), "TP003"
     for bad in ("text", {"x": "text"}, {"x": ANYTHING}):
         yield f"batch {bad!r:.14}", lambda b=bad: jaxtp.shard_batch(b, mesh()), "TP046"
+    yield (
+        "text in a batch",
+        lambda: jaxtp.shard_batch({"x": np.ones((8, 2)), "name": np.array(["a"] * 8)}, mesh()),
+        "TP046",
+    )
+    for bad in ((None, 4), (2.5, "tp")):
+        yield (
+            f"an annotation {bad}",
+            lambda b=bad: plan({"k": nn.Partitioned(jnp.ones((32, 64)), b)}),
+            "TP044",
+        )
+    yield (
+        "a step with another model's plan",
+        lambda: jaxtp.jit_step(lambda s, b: s, placed(), mesh(), plan=plan(QKVO)),
+        "TP045",
+    )
+    yield (
+        "text among the metrics",
+        lambda: jaxtp.jit_step(lambda s, b: (s, {"a": "x"}), placed(), mesh())(placed(), X),
+        "TP133",
+    )
+    for bad in (0, -1, 2.5, "3", None):
+        yield f"keep_last={bad!r}", lambda b=bad: jaxtp.Checkpoints("a", keep_last=b), "TP020"
+    for bad in ([1], {1: 2}, {"a": [{2: 3}]}):
+        yield f"extra={bad!r}", lambda b=bad: FOLDER.save(1, TREE, extra=b), "TP090"
+    yield "an empty state", lambda: FOLDER.save(1, {}), "TP090"
+    yield (
+        "a state of structs",
+        lambda: FOLDER.save(1, {"a": jax.ShapeDtypeStruct((3,), "float32")}),
+        "TP090",
+    )
+    yield "text in a state", lambda: FOLDER.save(1, {"a": "x"}), "TP046"
+    yield "a donated state", lambda: FOLDER.save(1, donated()), "TP090"
+    yield "no such step", lambda: FOLDER.restore(TREE, step=4), "TP090"
     yield "too few logits", lambda: jaxtp.mask_padding(jnp.ones((2, 4)), 5), "TP003"
     yield (
         "vocabulary that nobody masks",

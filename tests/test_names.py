@@ -250,3 +250,21 @@ def test_what_lies_beside_attention(shapes, dims):
         "norm/scale": None,
         **dict(zip(shapes, dims, strict=True)),
     }
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "taken", "is_pair"),
+    [
+        ("mlp/layers_0", "mlp/layers_2", (), True),  # Linen's Sequential
+        ("net/layers/0", "net/layers/2", (), True),  # NNX's
+        ("Mlp_0/Dense_0", "Mlp_0/Dense_1", (), True),
+        ("ff/net/0/proj", "ff/net/2", (), True),  # diffusers
+        ("heads/0", "heads/1", (), False),  # a list: beside each other
+        ("blocks/0", "blocks/2", ("blocks/1/attention/query/kernel",), False),
+        ("mlp/layers_0", "mlp/layers_2", ("mlp/layers_4/kernel",), False),  # three
+    ],
+)
+def test_square_layers_that_only_numbers_tell_apart(first, second, taken, is_pair):
+    paths = {f"{first}/kernel": 1, f"{second}/kernel": 0}
+    dims = dims_of(dict.fromkeys((*paths, *taken), (256, 256)), heads=8)
+    assert {path: dims[path] for path in paths} == (paths if is_pair else dict.fromkeys(paths))

@@ -18,7 +18,7 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from jaxtp.config.named_files import as_folder
-from jaxtp.errors import BadCheckpoint, CommunicationTimeout, JaxtpError, join, warn
+from jaxtp.errors import BadCheckpoint, BadConfig, CommunicationTimeout, JaxtpError, join, warn
 from jaxtp.io import checkpoint_arrays, checkpoint_metadata, disk
 from jaxtp.io.checkpoint_arrays import StoredArray, damaged
 from jaxtp.io.fingerprint import fingerprints
@@ -26,7 +26,7 @@ from jaxtp.mesh.axes import is_count
 from jaxtp.mesh.build import auto_context
 from jaxtp.placement.train_state import Overrides
 from jaxtp.plan.decisions import Plan, check_plan
-from jaxtp.plan.trees import PyTree, leaves, map_with_path
+from jaxtp.plan.trees import PyTree, leaves, map_with_path, shape_dtype
 from jaxtp.processes.lost_peer import sign_of_lost_peer
 
 State = TypeVar("State")
@@ -76,11 +76,14 @@ class Checkpoints:
     Raises:
         BadRunFolder: TP093, for an address such as `gs://bucket/run`.
         BadUsage: TP132, for what is no path.
+        BadConfig: TP020, if `keep_last` is no count of 1 or more.
     """
 
     def __init__(self, folder: Path | str, *, keep_last: int = 3) -> None:
         path = as_folder(folder)
         disk.refuse_address(folder)
+        if not is_count(keep_last) or keep_last < 1:
+            raise BadConfig(f"is {keep_last!r}", where="keep_last", fix="an integer, 1 or more")
         self.folder, self.keep_last = path.absolute(), keep_last
         self._manager: ocp.CheckpointManager | None = None
         self._restored: int | None = None
@@ -114,14 +117,17 @@ class Checkpoints:
             extra: What JSON can hold: settings, seeds, the position in the data.
 
         Raises:
-            BadCheckpoint: TP090, if the step is no count, `extra` is not JSON, there are
-                checkpoints of this or later steps and none was restored, or if this one or the
-                one before it cannot be written.
+            BadCheckpoint: TP090, if the step is no count, `extra` is not JSON, the state has no
+                array, or one that was donated, there are checkpoints of this or later steps and
+                none was restored, or if this one or the one before it cannot be written.
+            BadTree: TP046, if a leaf is no array.
         """
         _check_note(step, extra)
+        step = int(step)
         if plan is not None:
             check_plan(plan)
         found = dict(leaves(state))
+        _check_arrays(found)
         with auto_context():
             note = checkpoint_metadata.About(
                 step=step,
@@ -167,7 +173,15 @@ class Checkpoints:
             BadCheckpoint: TP090, if there is none, or none that can be read.
             CheckpointMismatch: TP091, if paths, shapes or dtypes are not those of `like`.
         """
-        numbers = self.steps() if step is None else [step]
+        numbers = self.steps()
+        if step is not None:
+            if step not in numbers:
+                raise BadCheckpoint(
+                    f"there is no checkpoint of step {step!r}",
+                    where=str(self.folder),
+                    fix=f"one of {join(numbers)}" if numbers else "save one first",
+                )
+            numbers = [int(step)]
         wanted = checkpoint_arrays.stored(like, plan, state_overrides)
         skipped: list[BadCheckpoint] = []
         for number in reversed(numbers):
@@ -296,12 +310,41 @@ def _check_note(step: Any, extra: Any) -> None:
     if not is_count(step) or step < 0:
         raise BadCheckpoint(f"step {step!r} is no count of steps", fix="an integer, 0 or more")
     try:
+        if not isinstance(extra, Mapping | None):
+            raise TypeError(f"it is a {type(extra).__name__}")
         json.dumps(extra)
+        if other := [key for key in _keys(extra) if not isinstance(key, str)]:
+            raise TypeError(f"the key {other[0]!r} would come back as text")
     except (TypeError, ValueError) as err:
         raise BadCheckpoint(
             f"extra cannot be written as JSON: {err}",
             fix="numbers, text, lists and dicts with text as keys",
         ) from None
+
+
+def _keys(value: Any) -> list[Any]:
+    """The keys of all mappings in what JSON can hold."""
+    if isinstance(value, Mapping):
+        return [*value, *(key for inner in value.values() for key in _keys(inner))]
+    return [key for inner in value for key in _keys(inner)] if isinstance(value, list) else []
+
+
+def _check_arrays(found: Mapping[str, Any]) -> None:
+    """Refuses a state that holds something else than arrays, or arrays that are gone."""
+    if not found:
+        raise BadCheckpoint("the state has no arrays", fix="save(step, state)")
+    for path, leaf in found.items():
+        shape_dtype(leaf, path)
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise BadCheckpoint(
+                "a struct has a shape and no numbers", where=path, fix="save the arrays"
+            )
+        if isinstance(leaf, jax.Array) and leaf.is_deleted():
+            raise BadCheckpoint(
+                "the array was given to a step, which took over its memory",
+                where=path,
+                fix="save the state that the step returned",
+            )
 
 
 def _fingerprints(found: Mapping[str, Any]) -> dict[str, int]:

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 from jax.tree_util import GetAttrKey, KeyEntry, keystr
 
@@ -255,6 +256,10 @@ def flatten(tree: PyTree) -> dict[str, Param]:
     return params
 
 
+TEXT_OR_OBJECTS = "OSUMm"
+"""Kinds of NumPy types that no device holds; "V" is bfloat16 and its like."""
+
+
 def shape_dtype(leaf: Any, path: str = "") -> tuple[tuple[int, ...], str]:
     """Global shape (elements) and dtype name of an array, a struct or a Python number.
 
@@ -268,6 +273,12 @@ def shape_dtype(leaf: Any, path: str = "") -> tuple[tuple[int, ...], str]:
             f"a leaf of type {type(leaf).__name__} is not an array",
             where=path,
             fix="pass arrays, jax.ShapeDtypeStruct or numbers; drop strings and functions",
+        )
+    if isinstance(leaf.dtype, np.dtype) and leaf.dtype.kind in TEXT_OR_OBJECTS:
+        raise BadTree(
+            f"an array of {leaf.dtype} has no numbers",
+            where=path,
+            fix="leave text, dates and objects out of what goes to the devices",
         )
     return tuple(int(n) for n in leaf.shape), str(leaf.dtype)
 

@@ -5,7 +5,7 @@ import difflib
 import itertools
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 from jaxtp.errors import (
     BadConfig,
@@ -194,7 +194,18 @@ def unknown_names(params: Mapping[str, Param], mesh: MeshShape) -> list[str]:
 
 
 def _named(param: Param) -> list[tuple[str, ...]]:
-    """The names on every dim of an annotated parameter."""
+    """The names on every dim of an annotated parameter.
+
+    Raises:
+        BadSpec: TP044, for what names no axis.
+    """
+    for name in param.annotation or ():
+        if not isinstance(cast("object", name), str | tuple | None):
+            raise BadSpec(
+                f"the annotation {param.annotation} has the entry {name!r}",
+                where=param.path,
+                fix="an entry is the name of an axis, a tuple of names, or None",
+            )
     named = [(n,) if isinstance(n, str) else tuple(n or ()) for n in param.annotation or ()]
     return named + [()] * (len(param.shape) - len(named))
 

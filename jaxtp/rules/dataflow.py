@@ -51,11 +51,9 @@ def trace(fn: Any, params: PyTree, inputs: Sequence[Any] | None) -> Traced:
     check_inputs(inputs)
     if fn is None and inputs is None:
         return Traced()
-    call = forward(fn, params)
+    call = forward(fn, params, inputs)
     if inputs is None:
         _check_needs_no_inputs(fn)
-    else:
-        check_takes(fn, params, inputs)
     with masks_seen() as masked:
         analysis = analyse(call, params, *(inputs or ()))
     return Traced(tuple(finding_votes(analysis)), frozenset(masked), analysis)
@@ -95,7 +93,7 @@ def _check_needs_no_inputs(fn: Any) -> None:
         )
 
 
-def check_takes(fn: Any, params: PyTree, inputs: Sequence[Any]) -> None:
+def _check_takes(fn: Any, params: PyTree, inputs: Sequence[Any]) -> None:
     """Refuses inputs that are too few or too many for what is called.
 
     Raises:
@@ -120,11 +118,11 @@ def check_takes(fn: Any, params: PyTree, inputs: Sequence[Any]) -> None:
         ) from None
 
 
-def forward(fn: Any, params: PyTree) -> Callable[..., Any]:
+def forward(fn: Any, params: PyTree, inputs: Sequence[Any] | None = None) -> Callable[..., Any]:
     """The function of `(params, *inputs)` that a function, a Linen module or None stands for.
 
     Raises:
-        BadTree: TP046, if there is nothing to call.
+        BadTree: TP046, if there is nothing to call, or it does not take so many inputs.
     """
     if fn is None:
         if not callable(params):
@@ -132,6 +130,8 @@ def forward(fn: Any, params: PyTree) -> Callable[..., Any]:
                 f"inputs were given, but a {type(params).__name__} cannot be called",
                 fix="pass fn=, a function of (params, *inputs), or the nnx.Module itself",
             )
+        if inputs is not None:
+            _check_takes(None, params, inputs)
         return lambda module, *args: module(*args)
     if not callable(fn) and not hasattr(fn, "apply"):
         raise BadTree(
@@ -139,6 +139,8 @@ def forward(fn: Any, params: PyTree) -> Callable[..., Any]:
             where="fn",
             fix="a function of (params, *inputs), or a Linen module",
         )
+    if inputs is not None:
+        _check_takes(fn, params, inputs)
     model: Any = fn
     if hasattr(model, "apply") and hasattr(model, "init"):
         wrapped = "params" in params

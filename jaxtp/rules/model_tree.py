@@ -98,6 +98,7 @@ def read(params: Mapping[str, Param], dims: ModelDims) -> ModelTree:
     _mark_listed_biases(leaves.values())
     _mark_bias_modules(leaves.values())
     _mark_outputs(leaves.values())
+    _mark_numbered(leaves.values())
     streams = {dims.hidden_size} - {0}
     for leaf in leaves.values():
         shape = leaf.param.shape
@@ -235,6 +236,33 @@ def _mark_outputs(leaves: Iterable[Leaf]) -> None:
         for leaf in items:
             if leaf.name.stem in others and not leaf.name.follows:
                 leaf.name = leaf.name._replace(word=Word.NONE)
+
+
+def _mark_numbered(leaves: Collection[Leaf]) -> None:
+    """Square kernels that only numbers tell apart run in their order: every second one leaves.
+
+    In an MLP, or where each number leaves one out, as functions between the layers of a Sequential
+    do: elements of a list have all numbers. Only in pairs: after three nothing ends the last.
+    """
+    kernels: defaultdict[tuple[str, tuple[int, ...]], list[tuple[int, Leaf]]] = defaultdict(list)
+    for leaf in leaves:
+        told = leaf.name.bias or leaf.name.experts or leaf.name.word is not Word.NONE
+        if told or len(leaf.sizes) != 2 or leaf.sizes[0] != leaf.sizes[1]:
+            continue
+        prefix, number, rest = path_words.numbered(leaf.name.stem)
+        if number is not None and rest in ("", "/proj"):
+            kernels[prefix, leaf.sizes].append((number, leaf))
+    if not kernels:
+        return
+    nodes = {node for leaf in leaves for node in (leaf.name.stem, *leaf.nodes)}
+    taken = {path_words.numbered(node)[:2] for node in nodes}
+    for (prefix, _), found in kernels.items():
+        numbers = [number for number, _ in found]
+        alone = len(set(numbers)) == len(numbers)
+        apart = not any((prefix, n + d) in taken for n in numbers for d in (-1, 1))
+        if len(numbers) % 2 == 0 and alone and (apart or path_words.in_mlp(prefix)):
+            for place, (_, leaf) in enumerate(sorted(found, key=lambda one: one[0])):
+                leaf.name = leaf.name._replace(word=Word.OUT if place % 2 else Word.IN)
 
 
 def _mark_stacks(

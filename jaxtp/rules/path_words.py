@@ -158,6 +158,25 @@ def read(path: str, attention: frozenset[str] = frozenset()) -> Name:
     return Name(_word(modules, leaf, inside), bias, _among_experts(modules), stem)
 
 
+def numbered(stem: str) -> tuple[str, int | None, str]:
+    """A stem around its last number: what is before it, the number, and what is behind.
+
+    >>> numbered("h/3/mlp/layers_2"), numbered("ff/net/0/proj"), numbered("mlp/up")
+    (('h/3/mlp/layers_', 2, ''), ('ff/net/', 0, '/proj'), ('', None, ''))
+    """
+    found = re.search(r"^(.*?[/_]|)(\d+)(/[^/\d]*)?$", stem)
+    return (found[1], int(found[2]), found[3] or "") if found else ("", None, "")
+
+
+def in_mlp(prefix: str) -> bool:
+    """Whether the start of a path ends in an MLP, or in a list or Sequential of one.
+
+    >>> in_mlp("h/3/mlp/layers_"), in_mlp("ffn/net/"), in_mlp("Mlp_0/Dense_"), in_mlp("mlp/a/b/")
+    (True, True, True, False)
+    """
+    return any(MLP_BLOCK.search(spaced(part)) for part in prefix.strip("/").split("/")[-2:])
+
+
 def _among_experts(modules: list[str]) -> bool:
     context = "/".join(modules)
     return bool(EXPERT_BLOCK.search(context)) and not SHARED_EXPERT.search(context)

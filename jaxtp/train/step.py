@@ -10,10 +10,20 @@ from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtp.activations.by_name import use_plan
-from jaxtp.errors import BadMesh, BadStages, BadStep, PlanMismatch, Problems, StateNotPlaced, join
+from jaxtp.errors import (
+    BadMesh,
+    BadStages,
+    BadStep,
+    BadTree,
+    PlanMismatch,
+    Problems,
+    StateNotPlaced,
+    join,
+)
 from jaxtp.layers.stacked import runs_in_stages
 from jaxtp.mesh.axes import Axis, MeshShape
 from jaxtp.mesh.build import auto_context, auto_mesh, check_devices, plan_mesh
@@ -69,6 +79,7 @@ def jit_step(
         BadMesh: TP010, if the state lies on other devices than those of the mesh.
         NoTensorAxis: TP013, if the mesh has no tensor axis under its own or the given name.
         BadStep: TP133, if the step has no such static argument.
+        PlanMismatch: TP045, if the state has no array of the shape of any of the plan's parameters.
     """
     if not callable(step_fn):
         raise BadStep(
@@ -78,6 +89,7 @@ def jit_step(
     check_devices(mesh)
     if plan is not None:
         check_plan(plan)
+        _check_own(plan, state)
     shape = plan.mesh if plan is not None else MeshShape.of(mesh, axis_names)
     return Step(
         step_fn,
@@ -294,6 +306,7 @@ def _body(
     for new, rest in ways:
         found, new_arrays = _take_apart(new)
         if found == structure or _same_leaves(structure, paths, found, new):
+            _check_metrics(rest)
             return _successors(paths, arrays, new_arrays), rest, form.changed(values)
     returned = {path for path, _ in leaves(ways[-1][0])}
     raise BadStep(
@@ -302,6 +315,19 @@ def _body(
         f"new: {join(sorted(returned - set(paths))) or 'nothing'}",
         fix="return (state, metrics) or state, with the types and static fields that came in",
     )
+
+
+def _check_metrics(rest: PyTree) -> None:
+    """Refuses, beside the state, what no compiled function can return."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(rest):
+        try:
+            shape_dtype(leaf)
+        except BadTree as err:
+            raise BadStep(
+                f"beside the state the step returns what it cannot: {err.what}",
+                where=f"metrics{jax.tree_util.keystr(path[1:])}",
+                fix="return arrays and numbers; add text and what is static outside of the step",
+            ) from None
 
 
 def _same_leaves(old: Structure, paths: list[str], new: Structure, tree: PyTree) -> bool:
@@ -333,6 +359,18 @@ def _successors(
         checked.append(after)
     problems.raise_any()
     return checked
+
+
+def _check_own(plan: Plan, state: PyTree) -> None:
+    """Refuses a plan of another model, whose constraints would mean nothing in the step."""
+    shapes = {np.shape(leaf) for _, leaf in leaves(state)}
+    if not any({d.shape, d.stored} & shapes for d in plan.decisions):
+        raise PlanMismatch(
+            f"the state has no array of the shape of any of the plan's {len(plan.decisions)} "
+            "parameters",
+            where="plan",
+            fix="give the plan that the state was placed by",
+        )
 
 
 def _places(state: PyTree, mesh: Mesh) -> tuple[Mesh, list[NamedSharding]]:
