@@ -96,9 +96,8 @@ def test_run_continues_where_it_stopped(tmp_path):
 
 def test_run_that_shall_not_resume_does_not_start_over_checkpoints(tmp_path):
     (tmp_path / "run" / "checkpoints" / "4").mkdir(parents=True)
-    wrong = run(tmp_path, "--run.no-resume")
-    assert wrong.returncode == 2
-    assert "checkpoints up to step 4, and run.resume is off" in wrong.stderr
+    with pytest.raises(BadCheckpoint, match=r"up to step 4, and run\.resume is off"):
+        train.run(Config(steps=1, run=Run(folder=tmp_path / "run", resume=False)))
 
 
 def test_run_that_could_not_write_checkpoints_does_not_start(tmp_path):
