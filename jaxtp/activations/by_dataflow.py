@@ -128,7 +128,8 @@ def parallelize(
             results = placer.run(analysis.scope, given)
         outputs, changed = jax.tree.unflatten(jax.tree.structure(shapes), results)
         for tree, put in zip(callers, changed, strict=True):
-            if put and (new := put_leaves(tree, put)):
+            # A state is no object: whoever merges it has the changes.
+            if put and has_objects(tree) and (new := put_leaves(tree, put)):
                 notes.append(f"parallelize does not keep {join(new)}, new in it: make it before")
         told.tell(placer.left.values(), placer.scores, notes)
         return outputs
