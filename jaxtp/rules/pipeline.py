@@ -11,7 +11,7 @@ from jaxtp.plan.stored_form import Blocks
 from jaxtp.rules.resolve import Claim
 
 
-def assign(
+def assign_layers(
     claims: Sequence[Claim],
     decisions: Sequence[ParamDecision],
     mesh: MeshShape,

@@ -107,7 +107,7 @@ def make_plan(
     fallback.check_masked(decisions, pad_vocab, config, traced.masked)
     decisions = fused.place(claims, shares, decisions, shape)
     decisions = experts.assign(claims, decisions, shape)
-    stages, decisions = pipeline.assign(claims, decisions, shape, stages)
+    stages, decisions = pipeline.assign_layers(claims, decisions, shape, stages)
     zero, decisions = fsdp.spread(claims, decisions, shape, zero)
     found = review.review(claims, decisions, shape, faults, strict=strict, budget=replicated_budget)
     plan = Plan(
