@@ -32,12 +32,7 @@ DEFAULT_ROWS: dict[str, tuple[str, ...]] = {
     "test_layers_gathered_ahead_have_the_gradients_of_one_device": (
         "llama, fsdp 4 x dp 2", "one layer, all run again", "halves, all axes",
     ),
-    "test_loss_and_gradients_are_those_of_one_device": (
-        "padded-{'cp': 4, 'tp': 2}", "window, padded-{'cp': 2, 'tp': 2, 'fsdp': 2}",
-    ),
-    "test_updates_along_shared_sequences_are_those_of_one_device": (
-        "llama-{'pp': 2, 'cp': 2, 'tp': 2}-{}",
-    ),
+    "test_loss_and_gradients_are_those_of_one_device": ("padded-{'cp': 4, 'tp': 2}",),
     "test_peft_folders_in_and_out": ("llama", "gpt2"),
     "test_training_begins_with_the_weights_of_a_folder": ("4",),
     "test_models_give_the_numbers_of_one_device": ("gpt-tp8-packed",),
@@ -100,6 +95,9 @@ DEFAULT_ROWS: dict[str, tuple[str, ...]] = {
     "test_the_command_compiles_what_a_config_file_says": (),
     "test_adapters_answer_alike_beside_their_kernels_and_merged": (),
     "test_updates_of_layers_gathered_ahead_are_those_of_one_device": (),
+    "test_updates_along_shared_sequences_are_those_of_one_device": (),
+    "test_gradients_of_replicas_are_summed_in_the_type_that_is_asked_for": (),
+    "test_candidates_come_from_the_parts_of_the_vocabulary": (),
     "test_fixed_loss_scale_stays": (),
     "test_aggressive_stages_gather_and_reduce_each_weight_once_a_step": (),
     "test_the_first_meshes_are_compiled_and_their_memory_is_a_fact": (),
