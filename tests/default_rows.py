@@ -32,7 +32,9 @@ DEFAULT_ROWS: dict[str, tuple[str, ...]] = {
     "test_layers_gathered_ahead_have_the_gradients_of_one_device": (
         "llama, fsdp 4 x dp 2", "one layer, all run again", "halves, all axes",
     ),
-    "test_loss_and_gradients_are_those_of_one_device": ("padded-{'cp': 4, 'tp': 2}",),
+    "test_loss_and_gradients_are_those_of_one_device": (
+        "window, padded-{'cp': 2, 'tp': 2, 'fsdp': 2}",
+    ),
     "test_peft_folders_in_and_out": ("llama", "gpt2"),
     "test_training_begins_with_the_weights_of_a_folder": ("4",),
     "test_models_give_the_numbers_of_one_device": ("gpt-tp8-packed",),
