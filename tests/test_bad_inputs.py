@@ -350,6 +350,8 @@ def table():
     )
     yield "text in a state", lambda: FOLDER.save(1, {"a": "x"}), "TP046"
     yield "a donated state", lambda: FOLDER.save(1, donated()), "TP090"
+    yield "donated parameters", lambda: jaxtp.shard(donated(), mesh()), "TP133"
+    yield "donated, to the host", lambda: jaxtp.unshard(donated()), "TP133"
     yield "no such step", lambda: FOLDER.restore(TREE, step=4), "TP090"
     yield "too few logits", lambda: jaxtp.mask_padding(jnp.ones((2, 4)), 5), "TP003"
     yield (

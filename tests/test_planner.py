@@ -544,3 +544,11 @@ def test_a_plan_shows_itself_in_a_hundred_columns():
     reasons = (d.fallback or d.reasons[-1] for _, _, d in result.rows())
     assert all(reason in html.unescape(page) for reason in reasons)
     assert page.count("<tr>") == 1 + len(list(result.rows()))
+
+
+def test_apply_of_a_linen_module_takes_variables_and_parameters():
+    model, x = nn.Dense(64), jnp.ones((8, 32))
+    variables = model.init(jax.random.key(0), x)
+    for given in (variables, variables["params"]):
+        plans = [jaxtp.make_plan(given, {"tp": 2}, fn=f, inputs=(x,)) for f in (model, model.apply)]
+        assert plans[0] == plans[1]

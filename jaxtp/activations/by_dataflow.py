@@ -48,9 +48,9 @@ def parallelize(
 ) -> F:
     """`fn` with activation constraints placed by its dataflow.
 
-    It takes and returns what `fn` does and may be jitted, differentiated in reverse mode, vmapped
-    or scanned. It is traced once more each time that it is traced. Where the plan has nothing to
-    say, nothing is added.
+    It takes and returns what `fn` does and may be jitted, differentiated (along cp in reverse mode
+    only), vmapped or scanned. It is traced once more each time that it is traced. Where the plan
+    has nothing to say, nothing is added.
 
     Args:
         fn: `fn(params, *inputs)`, a pure function; `params` is any tree that `make_plan` takes,

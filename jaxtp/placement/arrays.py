@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from jaxtp.errors import (
     BadConfig,
+    BadStep,
     JaxtpError,
     NothingSharded,
     Problems,
@@ -74,11 +75,14 @@ def shard(
     Raises:
         BadConfig: TP020, if both `plan` and options for making one are given.
         BadMesh: TP010, if arrays are to be placed on a mesh without devices.
+        BadStep: TP133, if an array was donated to a step.
         JaxtpError: whatever `make_plan` and `jaxtp.state_specs` raise.
     """
     used = plan_for(tree, mesh, plan, options)
     warn_of_explicit_axes(mesh)
     flat = FlatTree.of(tree)
+    for path, leaf in flat.values.items():
+        _refuse_donated(path, leaf)
     found = slots(flat.shapes(), used, state_overrides, complete=plan is not None)
     if isinstance(mesh, Mesh) and mesh.is_multi_process:
         check_agreement({"plan": used.to_json()}, flat.values)
@@ -245,12 +249,14 @@ def unshard(tree: PyTree, plan: Plan | None = None) -> PyTree:
 
     Raises:
         PlanMismatch: TP045, if `tree` and `plan` are about different parameters.
+        BadStep: TP133, if an array was donated to a step.
     """
     if plan is not None:
         check_plan(plan)
     found = {} if plan is None else slots(FlatTree.of(tree).shapes(), plan)
 
     def fetch(path: str, leaf: Any) -> Any:
+        _refuse_donated(path, leaf)
         if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             data = _fetch(jax.random.key_data(leaf))
             return jax.random.wrap_key_data(jnp.asarray(data), impl=jax.random.key_impl(leaf))
@@ -258,6 +264,15 @@ def unshard(tree: PyTree, plan: Plan | None = None) -> PyTree:
 
     with auto_context():
         return map_with_path(fetch, tree)
+
+
+def _refuse_donated(path: str, leaf: Any) -> None:
+    if isinstance(leaf, jax.Array) and leaf.is_deleted():
+        raise BadStep(
+            "the array was given to a step, which took over its memory",
+            where=path,
+            fix="go on with the state that the step returned, or jit_step(..., donate=False)",
+        )
 
 
 def _fetch(leaf: Any) -> NDArray[Any]:

@@ -139,6 +139,9 @@ def forward(fn: Any, params: PyTree, inputs: Sequence[Any] | None = None) -> Cal
             where="fn",
             fix="a function of (params, *inputs), or a Linen module",
         )
+    owner = getattr(fn, "__self__", None)
+    if getattr(fn, "__name__", "") == "apply" and hasattr(owner, "init"):
+        fn = owner  # `model.apply` takes variables, and `params` may be without the others
     if inputs is not None:
         _check_takes(fn, params, inputs)
     model: Any = fn
