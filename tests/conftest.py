@@ -15,9 +15,16 @@ os.environ["NPROC"] = "64"
 import jax
 import pytest
 from default_rows import split
+from hypothesis import HealthCheck, settings
 
 jax.config.update("jax_num_cpu_devices", 8)  # refused once a backend exists, so it stands here
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# How long an example takes is a matter of the machine, and of what the first of a process imports.
+settings.register_profile(
+    "jaxtp", deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("jaxtp")
 
 
 def pytest_addoption(parser):

@@ -8,7 +8,7 @@ import re
 
 import jax
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from planning import llama, mlp, structs
 
@@ -16,12 +16,6 @@ import jaxtp
 from jaxtp.errors import HeadsNotDivisible, SizeMismatch
 from jaxtp.mesh.axes import MeshShape, legal_ways, splits
 from jaxtp.plan.trees import itemsize
-
-# Plans take milliseconds; the first of a process imports more.
-settings.register_profile(
-    "jaxtp", deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow]
-)
-settings.load_profile("jaxtp")
 
 TENSOR = st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16, 32])
 HEAD_DIMS = st.sampled_from([8, 16, 32, 64, 80, 128])
