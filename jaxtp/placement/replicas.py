@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxtp.errors import ProcessesDisagree, join
-from jaxtp.processes.startup import agree, gather
+from jaxtp.processes.startup import ARRAY, agree, gather
 
 SAMPLE = 4096
 """Elements of an array that its digest is made of, evenly spread: a seed, a shuffle or a step that
@@ -42,7 +42,7 @@ def check_agreement(
     if jax.process_count() == 1:
         return
     mine = {name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in facts.items()}
-    mine |= {f"values of {path or 'the array'}": text for path, text in _host_digests(given)}
+    mine |= {f"{ARRAY}{path or 'the array'}": text for path, text in _host_digests(given)}
     agree(mine)
     _compare_copies(list(placed))
 

@@ -315,6 +315,10 @@ def gather(key: str, value: Any, timeout: float = 60.0) -> dict[int, Any]:
     return values
 
 
+ARRAY = "values of "
+"""How the name of a fact begins that is the digest of an array."""
+
+
 def agree(facts: Mapping[str, object], *, timeout: float = 60.0) -> None:
     """Checks that all processes give the same facts, and have the same versions and flags.
 
@@ -374,9 +378,14 @@ def _disagree(camps: Sequence[tuple[list[int], Mapping[str, str]]]) -> NoReturn:
         if len(holders) > 1:
             sides = (f"{value} on {_processes(sorted(ids))}" for value, ids in holders.items())
             lines.append(f"{name}: {', '.join(sides)}")
+    fix = "start every process with the same files, flags, environment and versions"
+    if any(line.startswith(ARRAY) for line in lines):
+        fix = (
+            "give every process the same seed and the same global batch; rows that a process has "
+            "read for itself become one by jaxtp.shard_batch(rows, mesh, local=True)"
+        )
     raise ProcessesDisagree(
-        f"the processes differ in {len(lines)} facts:\n  " + "\n  ".join(lines[:20]),
-        fix="start every process with the same files, flags, environment and versions",
+        f"the processes differ in {len(lines)} facts:\n  " + "\n  ".join(lines[:20]), fix=fix
     )
 
 
