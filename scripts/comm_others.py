@@ -200,28 +200,47 @@ def step(mesh: Mesh, model: str, num_layers: int, batch: int, seq: int, overlap:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """One model on eight H100; batch in sequences, seq in tokens."""
+    """One model on hosts of eight H100; batch in sequences, seq in tokens, for each host."""
 
     model: str
     batch: int = 4
     seq: int = 4096
     num_layers: int = LAYERS
+    fsdp: int = 1
+
+    @property
+    def mesh(self) -> str:
+        """Its axes and devices, for people."""
+        return f"fsdp {self.fsdp} x tp 8, h100:{self.fsdp}x8" if self.fsdp > 1 else "tp 8, h100:1x8"
 
     def report(self, overlap: Overlap) -> Report:
         """Of its step."""
-        message = self.batch * self.seq * WIDTH * jnp.dtype(DTYPE).itemsize
+        item = jnp.dtype(DTYPE).itemsize
+        message = self.batch * self.seq * WIDTH * item
         # Four all-reduces a layer, and one of the table and of the head each.
-        need = Need(
-            kind="all-reduce", axes=("tp",), num_bytes=message, count=4 * self.num_layers + 2
-        )
+        needs = [
+            Need(kind="all-reduce", axes=("tp",), num_bytes=message, count=4 * self.num_layers + 2)
+        ]
+        if self.fsdp > 1:
+            heads = 2 * (HEADS + KV_HEADS) * HEAD_DIM
+            layer, table = (WIDTH * n * item / 8 for n in (heads + 3 * INNER, VOCAB))
+            # A layer is gathered once each way, a table once; each gradient is reduced once.
+            for kind, size, count in (
+                ("all-gather", layer, 2 * self.num_layers),
+                ("reduce-scatter", layer, self.num_layers),
+                ("all-gather", table, 2),
+                ("reduce-scatter", table, 2),
+            ):
+                needs.append(Need(kind=kind, axes=("fsdp",), num_bytes=size, count=count))
+        sizes = {"batch": self.batch * self.fsdp, "seq": self.seq, "num_layers": self.num_layers}
         return preflight(
             "comm_others:step",
-            target="h100:1x8",
-            mesh={"tp": 8},
-            keywords={**dataclasses.asdict(self), "overlap": overlap},
+            target=f"h100:{self.fsdp}x8",
+            mesh={"fsdp": self.fsdp, "tp": 8} if self.fsdp > 1 else {"tp": 8},
+            keywords={"model": self.model, **sizes, "overlap": overlap},
             options=compile_options(overlap=overlap),
             floor_bytes=floor_bytes(size=8, message_bytes=message, layers=self.num_layers),
-            needs=[need],
+            needs=needs,
         )
 
 

@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeVar, cast
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
+from jaxtp.activations.ahead.scans import shards_weights, with_loops_ahead
 from jaxtp.activations.half_batches import on_halves
 from jaxtp.activations.left_alone import Told
 from jaxtp.activations.placer import Placer
@@ -121,7 +122,9 @@ def parallelize(
             check_tokens(analysis, plan)
         placer = Placer(analysis, plan, own_mesh(mesh, plan.mesh))
         results, notes = None, list[str]()
-        if overlap == "aggressive":
+        if overlap == "aggressive" and shards_weights(placer, paths):
+            placer, notes = with_loops_ahead(placer, pure, paths, parts, keywords)
+        elif overlap == "aggressive":
             results, notes = on_halves(placer, pure, closed, paths, parts, keywords)
         if results is None:
             given = [*jax.tree.leaves(plain), *placer.inputs(jax.tree.leaves(others))]

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from jax.extend.core import Literal
 
+from jaxtp.activations.batch_parts import another, batch_of, traced_on_part
 from jaxtp.activations.half_placer import HalfPlacer
 from jaxtp.activations.interleaved import Turns, half_of, whole_of
 from jaxtp.activations.left_alone import PRODUCTS, matters
@@ -14,7 +15,7 @@ from jaxtp.activations.placer import FREE, Placer
 from jaxtp.errors import NotInterleaved, join
 from jaxtp.mesh.axes import Axis
 from jaxtp.rules.jaxpr import analyse_jaxpr
-from jaxtp.rules.jaxpr.halves import Halves, Lies, MixesBatch, compare
+from jaxtp.rules.jaxpr.halves import Halves, MixesBatch, compare
 from jaxtp.rules.jaxpr.primitives import PRIMITIVES
 from jaxtp.rules.jaxpr.reentry import checkpoint, inline, read, scan
 from jaxtp.rules.jaxpr.walk import UNKNOWN, Scope, where
@@ -43,20 +44,20 @@ def on_halves(
     if whole.plan.mesh.ways(whole.plan.mesh.tp) == 1:
         return None, []  # nothing to hide
     try:
-        _refuse_shards(whole, paths)
-        rows, lies = _batch(whole)
+        _refuse_cp(whole)
+        rows, lies = batch_of(whole, 2 * whole.plan.mesh.ways(whole.plan.mesh.batch))
         try:
-            half = _on_half(fn, args, rows, lies)
+            half = traced_on_part(fn, args, lies, rows // 2)
         except Exception as error:  # what code of theirs raises, which takes a whole batch only
-            raise _another(error, keywords, rows) from error
+            raise another(error, keywords, rows) from error
         try:
             halves = compare(half, closed, lies, rows)
         except MixesBatch as error:
-            raise _another(error, keywords, rows) from error
+            raise another(error, keywords, rows) from error
         notes = _check_products(halves, whole.analysis.scope)
         analysis = analyse_jaxpr(half, paths)
         placer = HalfPlacer(analysis, whole.plan, whole.mesh)
-        notes += _check_sums(placer, halves)
+        notes += check_sums(placer, placer.analysis.scope, halves)
     except NotInterleaved as error:
         return None, [str(error)]
     flat = jax.tree.leaves(args)
@@ -69,8 +70,8 @@ def on_halves(
     return _rest(whole, halves, flat, computed), notes
 
 
-def _refuse_shards(whole: Placer, paths: Sequence[str]) -> None:
-    """Each half would gather the weights that the batch axes shard, and the keys of cp."""
+def _refuse_cp(whole: Placer) -> None:
+    """Each half would send all keys of cp around."""
     mesh = whole.plan.mesh
     if mesh.size_of(Axis.CP) > 1:
         raise NotInterleaved(
@@ -78,79 +79,20 @@ def _refuse_shards(whole: Placer, paths: Sequence[str]) -> None:
             where=mesh.name_of(Axis.CP),
             fix='overlap="auto"',
         )
-    batch = {axis for axis in mesh.batch if mesh.ways((axis,)) > 1}
-    for path in paths:
-        if found := batch & {axis for axes in whole.plan[path].spec for axis in axes}:
-            raise NotInterleaved(
-                f"weights are sharded over {join(sorted(found))}, and each half would gather them",
-                where=path,
-                fix="dp in the place of fsdp, or a model of jaxtp",
-            )
 
 
-def _batch(whole: Placer) -> tuple[int, list[Lies | None]]:
-    """Rows of the batch, and where it lies in parameters and inputs."""
-    plan, analysis = whole.plan, whole.analysis
-    if plan.sequence_parallel:
-        raise NotInterleaved(
-            "sequence parallelism shards the residual stream", fix="one of the two, not both"
-        )
-    inputs = [(v.shape, [analysis.is_batch(dim) for dim in v.dims]) for v in analysis.inputs]
-    rows = next((shape[0] for shape, found in inputs if found[:1] == [True]), 0)
-    replicas = plan.mesh.ways(plan.mesh.batch)
-    if not rows:
-        raise NotInterleaved(
-            f"no input leads with rows of the batch (shapes {join(shape for shape, _ in inputs)})",
-            fix=f"inputs (batch, ...), of a batch that is a multiple of {2 * replicas}",
-        )
-    if rows % (2 * replicas):
-        raise NotInterleaved(
-            f"{rows} sequences on {replicas} replicas do not make two equal halves",
-            fix=f"a batch that is a multiple of {2 * replicas}",
-        )
-    if any(any(found[1:]) or (found[:1] == [True] and shape[0] != rows) for shape, found in inputs):
-        raise NotInterleaved("the batch does not lead in every input", fix="inputs (batch, ...)")
-    held = [Lies(0) if found[:1] == [True] else None for _, found in inputs]
-    return rows, [None] * analysis.num_params + held
-
-
-def _on_half(
-    fn: Callable[..., Any], args: tuple[Any, ...], rows: int, lies: Sequence[Lies | None]
-) -> Any:
-    """The jaxpr on half of the batch."""
-    flat, tree = jax.tree.flatten(args)
-    smaller = [
-        jax.ShapeDtypeStruct((rows // 2, *x.shape[1:]), x.dtype) if where else x
-        for x, where in zip(flat, lies, strict=True)
-    ]
-    return jax.make_jaxpr(fn)(*jax.tree.unflatten(tree, smaller))
-
-
-def _another(error: Exception, keywords: Mapping[str, Any], rows: int) -> NotInterleaved:
-    """What to say of a function that is another one on half of the batch."""
-    whole = [
-        name
-        for name, value in keywords.items()
-        if any(jax.numpy.shape(x)[:1] == (rows,) for x in jax.tree.leaves(value) if _is_array(x))
-    ]
-    fix = "sizes that follow from the arguments"
-    if whole:
-        fix = f"{join(f'`{name}`' for name in whole)} came as a keyword: pass it in order"
-    reason = (str(error) or type(error).__name__).splitlines()[0]
-    return NotInterleaved(f"the function is not the same on half of the batch: {reason}", fix=fix)
-
-
-def _is_array(x: Any) -> bool:
-    return hasattr(x, "shape") and hasattr(x, "dtype")
-
-
-def _check_sums(placer: HalfPlacer, halves: Halves) -> list[str]:
+def check_sums(placer: HalfPlacer, scope: Scope, halves: Halves) -> list[str]:
     """Says which sums over devices stay in one piece; refuses where all of them do.
+
+    Args:
+        placer: Runs the halves.
+        scope: The program.
+        halves: What of it runs there.
 
     Raises:
         NotInterleaved: TP073, if there is no message that the other half's products could hide.
     """
-    found = list(_sums(placer, placer.analysis.scope, halves))
+    found = list(_sums(placer, scope, halves))
     whole = list(dict.fromkeys(line for is_apart, line in found if not is_apart))
     tensor = join(placer.plan.mesh.tp)
     fix = f"heads and widths that all of {tensor} divides, outside of custom derivative rules"

@@ -200,12 +200,12 @@ class Turns:
         if equation.primitive.name == "scan":
             return self._scan(equation, inner, halves, given)
         params = equation.params
-        run = functools.partial(self._body, inner, halves)
+        run = functools.partial(self.body, inner, halves)
         again = jax.checkpoint(run, policy=params["policy"], prevent_cse=params["prevent_cse"])
         return [_pair(one) for one in again(*given)]
 
-    def _body(self, scope: Scope, halves: Halves, *given: Any) -> list[Any]:
-        """The outputs, of one array where the batch does not lie in them."""
+    def body(self, scope: Scope, halves: Halves, *given: Any) -> list[Any]:
+        """The outputs, of one array where the batch does not lie in them; likewise its inputs."""
         results, _ = self.both(scope, halves, [_pair(one) for one in given])
         outs = scope.jaxpr.outvars
         arrays = [tuple(map(joined, pair)) for pair in results]  # JAX takes no pieces
@@ -220,7 +220,7 @@ class Turns:
         consts, init = given[: first - num_carry], given[first - num_carry : first]
 
         def step(carry: Any, row: Any) -> tuple[Any, Any]:
-            out = self._body(inner, halves, *consts, *carry, *row)
+            out = self.body(inner, halves, *consts, *carry, *row)
             return out[:num_carry], out[num_carry:]
 
         kept = {name: params[name] for name in ("length", "reverse", "unroll")}

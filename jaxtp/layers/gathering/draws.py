@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 
+from jaxtp.activations.ahead.weights import Replicas
 from jaxtp.activations.by_name import in_force
 from jaxtp.errors import NotInterleaved
-from jaxtp.layers.gathering.weights import Replicas
 from jaxtp.plan.trees import PyTree
 from jaxtp.rules.jaxpr.primitives import PRIMITIVES
 from jaxtp.rules.jaxpr.reentry import bind, read

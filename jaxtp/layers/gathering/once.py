@@ -22,9 +22,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from jaxtp.activations.ahead.weights import Leaf, Replicas, Weights, decision_of
 from jaxtp.activations.by_name import ActivePlan
 from jaxtp.errors import NotInterleaved, join
-from jaxtp.layers.gathering.weights import Leaf, Replicas, Weights, decision_of
 from jaxtp.mesh.axes import Axis
 from jaxtp.plan.trees import PyTree, leaves, map_with_path
 

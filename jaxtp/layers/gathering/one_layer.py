@@ -6,16 +6,16 @@ arguments of the layer are given again in the backward pass, and only the others
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-from jax.extend.core import Jaxpr, Var
 
+from jaxtp.activations.ahead.product_types import product_type
+from jaxtp.activations.ahead.weights import Replicas, Weights, weights_of
 from jaxtp.activations.by_name import ActivePlan, in_force
 from jaxtp.errors import NotInterleaved
 from jaxtp.layers.gathering.draws import DRAWS, Draw, Layer, drawn_shapes
-from jaxtp.layers.gathering.weights import Replicas, Weights, weights_of
 from jaxtp.layers.recomputation import Policy
 from jaxtp.plan.trees import PyTree
 
@@ -44,7 +44,13 @@ class Run:
     given: Mapping[int, int]
     draw: Draw | None
 
-    def forward(self, x: jax.Array, w: PyTree, context: Any) -> tuple[jax.Array, list[jax.Array]]:
+    def around(self, context: Any, row: Any) -> Any:
+        """What one layer takes beside the residual stream and weights."""
+        return {**context, **row}
+
+    def forward(
+        self, x: jax.Array, w: PyTree, context: Any
+    ) -> tuple[jax.Array, tuple[()], tuple[jax.Array, list[jax.Array]]]:
         """One layer on all replicas: the residual stream behind it, and what is kept."""
 
         def one(x: jax.Array, w: PyTree, context: Any) -> tuple[jax.Array, list[jax.Array]]:
@@ -54,12 +60,20 @@ class Run:
             return out, [found[n] for n in self.kept]
 
         axes = (0, None, self.context_axes)
-        return self.weights.replicas.mapped(one, axes)(x, w, self._with_draws(context))
+        out, kept = self.weights.replicas.mapped(one, axes)(x, w, self._with_draws(context))
+        return out, (), (x, kept)
 
     def backward(
-        self, kept: list[jax.Array], x: jax.Array, w: PyTree, context: Any, d_x: jax.Array
-    ) -> tuple[jax.Array, PyTree]:
+        self,
+        kept: tuple[jax.Array, list[jax.Array]],
+        w: PyTree,
+        context: Any,
+        d_x: list[jax.Array],
+        d_y: list[jax.Array],
+    ) -> tuple[list[jax.Array], PyTree, tuple[()]]:
         """One layer's cotangents on all replicas: of its input, and of its weights (R, ...)."""
+        del d_y
+        x, others = kept
 
         def one(
             kept: list[jax.Array], x: jax.Array, w: PyTree, context: Any, d_x: jax.Array
@@ -73,8 +87,12 @@ class Run:
 
         axes = (0, 0, None, self.context_axes, 0)
         context = self._with_draws(context)
-        d_x, d_w = self.weights.replicas.mapped(one, axes)(kept, x, w, context, d_x)
-        return d_x, self.weights.place_partial(d_w)
+        d_input, d_w = self.weights.replicas.mapped(one, axes)(others, x, w, context, d_x[0])
+        return [d_input], self.weights.place_partial(d_w), ()
+
+    def of_context(self, sums: tuple[()]) -> list[Any]:
+        """None: layers give no gradient of what they take as context."""
+        return [*sums]
 
     def _with_draws(self, context: Any) -> Any:
         if self.draw is None:
@@ -185,32 +203,3 @@ def product_types(body: Callable[..., Any], x: Any, w: PyTree, context: Any) -> 
     """The types that a layer's products take its parameters in, in the order of the leaves."""
     jaxpr = jax.make_jaxpr(body)(x, w, context).jaxpr
     return [product_type(jaxpr, var) for var in jaxpr.invars[1:][: len(jax.tree.leaves(w))]]
-
-
-def product_type(jaxpr: Jaxpr, var: Var) -> Any:
-    """The type that a program takes a parameter in: the one that every use converts it to."""
-    kinds = set(_uses(jaxpr, var))
-    return kinds.pop() if len(kinds) == 1 else _own_type(var)
-
-
-def _own_type(var: Var) -> Any:
-    aval: Any = var.aval
-    return aval.dtype
-
-
-def _uses(jaxpr: Jaxpr, var: Var) -> Iterator[Any]:
-    """The types that uses of a variable convert it to, its own for any other use."""
-    if any(out is var for out in jaxpr.outvars):
-        yield _own_type(var)
-    for equation in jaxpr.eqns:
-        for place, operand in enumerate(equation.invars):
-            if operand is not var:
-                continue
-            inner = equation.params.get("jaxpr") or equation.params.get("call_jaxpr")
-            inner = getattr(inner, "jaxpr", inner)
-            if equation.primitive.name == "convert_element_type":
-                yield equation.params["new_dtype"]
-            elif isinstance(inner, Jaxpr) and len(inner.invars) == len(equation.invars):
-                yield from _uses(inner, inner.invars[place])
-            else:
-                yield _own_type(var)

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxtp.layers.gathering.loops import in_pairs, take
-from jaxtp.layers.gathering.weights import Weights
+from jaxtp.activations.ahead.loops import in_pairs, take
+from jaxtp.activations.ahead.weights import Weights
 from jaxtp.layers.interleaving.forward_pass import A, B, Params, Stack
 from jaxtp.layers.interleaving.partial_blocks import Context
 from jaxtp.plan.trees import PyTree

@@ -24,9 +24,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxtp.activations.ahead.loops import in_pairs, take
+from jaxtp.activations.ahead.weights import Weights
 from jaxtp.activations.by_name import in_force
-from jaxtp.layers.gathering.loops import in_pairs, take
-from jaxtp.layers.gathering.weights import Weights
 from jaxtp.layers.interleaving.partial_blocks import Branch, Context, Partial, Ways
 from jaxtp.plan.trees import PyTree
 

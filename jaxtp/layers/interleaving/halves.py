@@ -7,10 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxtp.activations.ahead.loops import no_gradient
+from jaxtp.activations.ahead.weights import Weights, weights_of
 from jaxtp.activations.by_name import ActivePlan
 from jaxtp.errors import NotInterleaved
-from jaxtp.layers.gathering.loops import no_gradient
-from jaxtp.layers.gathering.weights import Weights, weights_of
 from jaxtp.layers.interleaving.backward_pass import backward
 from jaxtp.layers.interleaving.forward_pass import Params, Stack, forward
 from jaxtp.layers.interleaving.partial_blocks import Branch, Context, Ways, partial_of

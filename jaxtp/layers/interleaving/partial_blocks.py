@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 import jax.numpy as jnp
 
+from jaxtp.activations.ahead.weights import Replicas, decision_of
 from jaxtp.activations.by_name import ActivePlan, in_force
 from jaxtp.errors import NotInterleaved, join
-from jaxtp.layers.gathering.weights import Replicas, decision_of
 from jaxtp.plan.decisions import ParamDecision
 from jaxtp.plan.trees import PyTree, flatten, leaves, map_with_path
 from jaxtp.rules.roles import Role

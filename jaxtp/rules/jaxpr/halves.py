@@ -1,9 +1,9 @@
-"""Which equations of a traced function give the same on half of the batch.
+"""Which equations of a traced function give the same on half of the batch, or on another part.
 
 The function is traced on the whole batch and on half of it. Where both jaxprs have the same
 equations, a dim that is half as long in one of them is where the batch lies, and an equation that
 treats every row of it alone gives for half of the rows half of its results. Whatever is not known
-to do that *mixes* the batch.
+to do that *mixes* the batch. Of other equal parts than two the same is true.
 """
 
 import dataclasses
@@ -45,8 +45,9 @@ class Halves:
     """One jaxpr on half of the batch, beside the same on the whole.
 
     Attributes:
-        half: On half.
+        half: On half, or another part.
         whole: On the whole.
+        parts: How many such parts the whole has.
         lies: Variable of `half` -> where the batch lies; absent where it does not.
         mixing: Positions of equations that have to run on the whole batch -> why, "" for those that
             only depend on others.
@@ -56,6 +57,7 @@ class Halves:
 
     half: Jaxpr
     whole: Jaxpr
+    parts: int = 2
     lies: dict[Any, Lies] = dataclasses.field(default_factory=dict)
     mixing: dict[int, str] = dataclasses.field(default_factory=dict)
     shared: set[int] = dataclasses.field(default_factory=set)
@@ -67,22 +69,29 @@ class Halves:
 
 
 def compare(
-    half: Any, whole: Any, inputs: Sequence[Lies | None], rows: int, *, inside: bool = False
+    half: Any,
+    whole: Any,
+    inputs: Sequence[Lies | None],
+    rows: int,
+    *,
+    inside: bool = False,
+    parts: int = 2,
 ) -> Halves:
     """What of a function can run on halves of the batch.
 
     Args:
-        half: Its jaxpr on `rows / 2` rows.
+        half: Its jaxpr on `rows / parts` rows.
         whole: Its jaxpr on `rows`.
         inputs: Where the batch lies in each input.
         rows: Of the whole batch.
         inside: Whether this is the program of an equation, which runs in one piece.
+        parts: How many such parts the whole batch has.
 
     Raises:
         MixesBatch: If the jaxprs differ in more than sizes; if `inside`, also where one equation
             mixes the batch.
     """
-    found = Halves(bare(half), bare(whole))
+    found = Halves(bare(half), bare(whole), parts)
     if len(found.half.eqns) != len(found.whole.eqns):
         raise MixesBatch("another program on half of the batch")
     _same_consts(half, whole)
@@ -97,16 +106,53 @@ def compare(
         try:
             _equation(found, position, one, two, rows)
         except MixesBatch as error:
-            reason, line = str(error), where(one) or UNKNOWN
-            if reason.startswith("`"):  # from a program inside, which may be one of JAX's own
-                reason = reason.replace(UNKNOWN, line)
-            else:
-                reason = f"`{one.primitive.name}` at {line}: {reason}"
+            reason = _at(one, error)
             if inside:
                 raise MixesBatch(reason) from None
             found.mixing[position] = reason
             late |= set(one.outvars)
     return found
+
+
+def compare_scan(one: Any, two: Any, around: tuple[Jaxpr, Jaxpr], rows: int, parts: int) -> Halves:
+    """What a scan is on a part of the batch, wherever its operands come from.
+
+    Args:
+        one: The equation on `rows / parts` rows.
+        two: The same on `rows`.
+        around: The jaxprs that they stand in.
+        rows: Of the whole batch.
+        parts: How many such parts it has.
+
+    Returns:
+        Of the jaxprs around it no more than this equation: where the batch lies in its operands and
+        results, and its body.
+
+    Raises:
+        MixesBatch: If the body does not treat rows alone; names the line.
+    """
+    found = Halves(*around, parts)
+    try:
+        operands: list[Lies | None] = []
+        for a, b in zip(one.invars, two.invars, strict=True):
+            dim = _halved(a.aval, b.aval, parts)
+            if dim is not None and b.aval.shape[dim] % rows:
+                raise MixesBatch("the batch does not lead in its dim")
+            operands.append(None if dim is None else Lies(dim, b.aval.shape[dim] // rows))
+        results = _call(found, 0, one, two, operands, rows)
+    except MixesBatch as error:
+        raise MixesBatch(_at(one, error)) from None
+    pairs = zip((*one.invars, *one.outvars), (*operands, *results), strict=True)
+    found.lies |= {var: lies for var, lies in pairs if lies}
+    return found
+
+
+def _at(equation: Any, error: MixesBatch) -> str:
+    """A reason with its equation and line."""
+    reason, line = str(error), where(equation) or UNKNOWN
+    if reason.startswith("`"):  # from a program inside, which may be one of JAX's own
+        return reason.replace(UNKNOWN, line)
+    return f"`{equation.primitive.name}` at {line}: {reason}"
 
 
 def _same_consts(half: Any, whole: Any) -> None:
@@ -130,7 +176,9 @@ def _equation(found: Halves, position: int, one: Any, two: Any, rows: int) -> No
         if both[0] != both[1] or (all(both) and not np.array_equal(a.val, b.val)):
             raise MixesBatch("a number that depends on the size of the batch")
     operands = [found.where(var) for var in one.invars]
-    dims = [_halved(a.aval, b.aval) for a, b in zip(one.outvars, two.outvars, strict=True)]
+    dims = [
+        _halved(a.aval, b.aval, found.parts) for a, b in zip(one.outvars, two.outvars, strict=True)
+    ]
     row = PRIMITIVES.get(name)
     again = row and row.again
     enters = again in (inline, checkpoint, scan, custom_jvp, custom_vjp)
@@ -162,13 +210,13 @@ def _same_params(one: Any, two: Any, sizes: Sequence[str], *, enters: bool) -> N
         raise MixesBatch("a parameter that depends on the size of the batch")
 
 
-def _halved(half: Any, whole: Any) -> int | None:
-    """The dim that is half as long."""
+def _halved(half: Any, whole: Any, parts: int) -> int | None:
+    """The dim that is half as long, or as the other part says."""
     shapes = getattr(half, "shape", ()), getattr(whole, "shape", ())
     if len(shapes[0]) != len(shapes[1]):
         raise MixesBatch("another rank on half of the batch")
     dims = [d for d, (a, b) in enumerate(zip(*shapes, strict=True)) if a != b]
-    if len(dims) > 1 or any(2 * shapes[0][d] != shapes[1][d] for d in dims):
+    if len(dims) > 1 or any(parts * shapes[0][d] != shapes[1][d] for d in dims):
         raise MixesBatch("several dims depend on the size of the batch")
     return dims[0] if dims else None
 
@@ -182,7 +230,7 @@ def _call(
     is_scan = one.primitive.name == "scan"
     if is_scan:
         given = [_row(lies, outer, v) for lies, outer, v in _zip(operands, one.invars, inner[0])]
-    body = compare(inner[0], inner[1], given, rows, inside=True)
+    body = compare(inner[0], inner[1], given, rows, inside=True, parts=found.parts)
     found.calls[position] = body
     results = [body.where(var) for var in body.half.outvars]
     if not is_scan:

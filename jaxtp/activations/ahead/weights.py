@@ -77,10 +77,12 @@ class Replicas:
         """Inverse of `split`."""
         return x.reshape(-1, *x.shape[len(self.axes) + 1 :])
 
-    def mapped(self, function: Callable[..., Any], in_axes: Any) -> Callable[..., Any]:
-        """`function` on each replica; in_axes as of `jax.vmap`, 0 or None."""
+    def mapped(
+        self, function: Callable[..., Any], in_axes: Any, out_axes: Any = 0
+    ) -> Callable[..., Any]:
+        """`function` on each replica; axes as of `jax.vmap`, 0 or None."""
         for axis in reversed(self.axes):
-            function = jax.vmap(function, in_axes, spmd_axis_name=axis)
+            function = jax.vmap(function, in_axes, out_axes, spmd_axis_name=axis)
         return function
 
 

@@ -1,0 +1,293 @@
+"""Loops over layers in anybody's model, whose weights are then gathered one turn ahead.
+
+A scan is such a loop if it slices parameters that the batch axes shard. It is written anew where
+its body treats rows of the batch alone, which comparing it with itself on one replica's rows shows;
+wherever its operands come from, and whatever runs behind it. With tensor parallelism the body runs
+on two halves of a replica's rows in turns.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxtp.activations.ahead.passes import is_float
+from jaxtp.activations.ahead.product_types import product_type
+from jaxtp.activations.ahead.scan_layer import Body, Turn
+from jaxtp.activations.ahead.scan_loop import Cut, Loop
+from jaxtp.activations.ahead.weights import SMALL_BYTES, Leaf, Replicas, Weights
+from jaxtp.activations.batch_parts import another, batch_of, traced_on_part
+from jaxtp.activations.by_name import ActivePlan
+from jaxtp.activations.half_batches import check_sums
+from jaxtp.activations.half_placer import HalfPlacer
+from jaxtp.activations.interleaved import Turns
+from jaxtp.activations.placer import Placer
+from jaxtp.errors import NotInterleaved, join
+from jaxtp.mesh.axes import Axis, Shards
+from jaxtp.plan.trees import Spec
+from jaxtp.rules.jaxpr import analyse_jaxpr
+from jaxtp.rules.jaxpr.halves import Halves, Lies, MixesBatch, compare_scan
+from jaxtp.rules.jaxpr.primitives import PRIMITIVES
+from jaxtp.rules.jaxpr.reentry import checkpoint, inline, same_rank
+from jaxtp.rules.jaxpr.walk import UNKNOWN, Kind, Scope, bare, where
+
+Place = tuple[Scope, int]
+"""An equation, by the scope that it stands in and its position."""
+
+
+class AheadPlacer(Placer):
+    """A placer that runs some scans with weights one turn ahead."""
+
+    def __init__(self, whole: Placer, loops: Mapping[Place, Loop]) -> None:
+        super().__init__(whole.analysis, whole.plan, whole.mesh)
+        self._loops = loops
+
+    def _equation(
+        self, scope: Scope, position: int, operands: list[Any], gathered: dict[Any, Any]
+    ) -> list[Any]:
+        if loop := self._loops.get((scope, position)):
+            return loop(self, operands)
+        return super()._equation(scope, position, operands, gathered)
+
+
+def with_loops_ahead(
+    whole: Placer,
+    fn: Callable[..., Any],
+    paths: Sequence[str],
+    args: tuple[Any, ...],
+    keywords: Mapping[str, Any],
+) -> tuple[Placer, list[str]]:
+    """What runs a function with the weights of its loops ahead, and what is to be said.
+
+    Args:
+        whole: Runs it as it is.
+        fn: `(params, *inputs)`.
+        paths: Of its parameters.
+        args: Parameters and inputs.
+        keywords: What else it is called with.
+    """
+    mesh = whole.plan.mesh
+    try:
+        sharded = _sharded(whole, paths)
+        replicas = mesh.ways(mesh.batch)
+        rows, lies = batch_of(whole, replicas)
+        finder = None
+        for pieces in (2, 1) if mesh.ways(mesh.tp) > 1 and rows % (2 * replicas) == 0 else (1,):
+            if finder is None or finder.in_vain:
+                try:
+                    part = traced_on_part(fn, args, lies, rows // (replicas * pieces))
+                except (TypeError, ValueError) as error:
+                    raise another(error, keywords, rows, "one replica's part") from error
+                finder = _Finder(whole, _inside(whole, part, paths), sharded, rows, pieces)
+                finder.search(whole.analysis.scope, finder.placer.analysis.scope)
+        assert finder is not None
+    except NotInterleaved as error:
+        return whole, [str(error)]
+    notes = [
+        str(NotInterleaved(reason, fix='overlap="auto", or a model of jaxtp'))
+        for reason in finder.left
+    ]
+    if not finder.loops and not notes:
+        axes = sorted({axis for path in sharded for axis in _batch_axes(whole, path)})
+        what = f"weights are sharded over {join(axes)}, and no loop slices them"
+        notes = [str(NotInterleaved(what, where=next(iter(sharded)), fix="a scan over layers"))]
+    return AheadPlacer(whole, finder.loops) if finder.loops else whole, [*notes, *finder.notes]
+
+
+def _inside(whole: Placer, part: Any, paths: Sequence[str]) -> HalfPlacer:
+    """Runs equations inside of one replica."""
+    mesh = whole.plan.mesh.without(Axis.that_shard(Shards.BATCH))
+    plan = dataclasses.replace(whole.plan, mesh=mesh)
+    return HalfPlacer(analyse_jaxpr(part, paths), plan, whole.mesh)
+
+
+def shards_weights(whole: Placer, paths: Sequence[str]) -> bool:
+    """Whether the batch axes shard parameters, so that there is something to gather."""
+    return any(_batch_axes(whole, path) for path in paths)
+
+
+def _batch_axes(whole: Placer, path: str) -> set[str]:
+    mesh = whole.plan.mesh
+    batch = {axis for axis in mesh.batch if mesh.ways((axis,)) > 1}
+    return batch & {axis for axes in whole.plan[path].spec for axis in axes}
+
+
+def _sharded(whole: Placer, paths: Sequence[str]) -> set[str]:
+    """Paths of the parameters that the batch axes shard.
+
+    Raises:
+        NotInterleaved: TP073, if devices communicate along other axes.
+    """
+    mesh = whole.plan.mesh
+    known = {*mesh.batch, *mesh.tp}
+    others = [axis for axis, size in mesh.sizes if size > 1 and axis not in known]
+    if others or mesh.size_of(Axis.EP) > 1:
+        raise NotInterleaved(
+            f"the model communicates along {join(others or [mesh.name_of(Axis.EP)])}",
+            fix='overlap="auto"',
+        )
+    return {path for path in paths if _batch_axes(whole, path)}
+
+
+@dataclasses.dataclass
+class _Finder:
+    """Goes through a function on the whole batch and on a part of it.
+
+    Attributes:
+        whole: Runs the first.
+        placer: Runs the second.
+        sharded: Paths of parameters that the batch axes shard.
+        rows: Of the whole batch.
+        pieces: How many such parts one replica has.
+        loops: What was found.
+        left: Why others were left as they are, by line.
+        notes: What else is to be said.
+        in_vain: Whether a loop has nothing that two pieces would hide.
+    """
+
+    whole: Placer
+    placer: HalfPlacer
+    sharded: set[str]
+    rows: int
+    pieces: int
+    loops: dict[Place, Loop] = dataclasses.field(default_factory=dict)
+    left: list[str] = dataclasses.field(default_factory=list)
+    notes: list[str] = dataclasses.field(default_factory=list)
+    in_vain: bool = False
+
+    def search(self, scope: Scope, part: Scope) -> None:
+        """Finds the loops of a program, and of those that it calls."""
+        if len(scope.jaxpr.eqns) != len(part.jaxpr.eqns):
+            raise NotInterleaved(
+                "the function is another program on one replica's part of the batch",
+                fix="sizes that follow from the arguments",
+            )
+        for position, equation in enumerate(scope.jaxpr.eqns):
+            row = PRIMITIVES.get(equation.primitive.name)
+            if position not in scope.calls or position not in part.calls:
+                continue
+            if equation.primitive.name == "scan":
+                self._scan(scope, part, position)
+            elif row and row.again in (inline, checkpoint):
+                self.search(scope.calls[position][0], part.calls[position][0])
+
+    def _scan(self, scope: Scope, part: Scope, position: int) -> None:
+        two, one = scope.jaxpr.eqns[position], part.jaxpr.eqns[position]
+        values = [self.whole.analysis.value(scope, var) for var in two.invars]
+        if not any(value.path in self.sharded for value in values):
+            return
+        line = where(two) or UNKNOWN
+        try:
+            mesh = self.whole.plan.mesh
+            parts = mesh.ways(mesh.batch) * self.pieces
+            found = compare_scan(one, two, (part.jaxpr, scope.jaxpr), self.rows, parts)
+            loop = self._loop(found, two, one, part.calls[position][0], values)
+            self.loops[scope, position] = loop
+        except MixesBatch as error:
+            self.left.append(f"weights are gathered in their own turn: rows meet in {error}")
+        except _LeftAlone as error:
+            self.left.append(f"weights are gathered in their own turn of `scan` at {line}: {error}")
+
+    def _loop(self, found: Halves, two: Any, one: Any, inner: Scope, values: Sequence[Any]) -> Loop:
+        """A scan whose body treats rows alone."""
+        body_two: Any = bare(two.params["jaxpr"])
+        first = len(two.invars) - same_rank(two.invars, body_two.invars).count(False)
+        num_carry = same_rank(two.outvars, body_two.outvars).count(True)
+        cut = Cut(self._replicas(), self.rows, self.pieces)
+        lies = [found.where(var) for var in one.invars]
+        body = found.calls[0]
+        results = [body.where(var) for var in body.half.outvars]
+        _check(two, lies, results, first, num_carry)
+        rows = two.invars[first:]
+        leaves = {
+            str(n): self._leaf(body_two, body_two.invars[first + n], values[first + n], var)
+            for n, var in enumerate(rows)
+            if is_float(var.aval)
+        }
+        turn = Turn(self._body(inner, body), num_carry, [var.aval.dtype for var in rows])
+        return Loop(
+            cut=cut,
+            turn=turn,
+            weights=Weights(cut.replicas, leaves),
+            num_layers=two.params["length"],
+            lies=lies,
+            results=results,
+            first=first,
+        )
+
+    def _replicas(self) -> Replicas:
+        whole = self.whole
+        return Replicas(ActivePlan(whole.plan.mesh, sequence_parallel=False, mesh=whole.mesh))
+
+    def _body(self, inner: Scope, halves: Halves) -> Body:
+        """A scan's body on one replica: its halves in turns where that hides sums over devices."""
+        placer = self.placer
+        if self.pieces == 2:
+            try:
+                self.notes += check_sums(placer, inner, halves)
+            except NotInterleaved:
+                self.in_vain = True
+            turns = Turns(placer)
+            return lambda given: [tuple(one) for one in turns.body(inner, halves, *given)]
+        return lambda given: [(one,) for one in placer.run(inner, [one for (one,) in given])]
+
+    def _leaf(self, jaxpr: Any, var: Any, value: Any, outer: Any) -> Leaf:
+        """How one row with gradients is sharded."""
+        dtype = product_type(jaxpr, var)
+        size = var.aval.size * jnp.dtype(dtype).itemsize
+        spec = self._spec(value, len(outer.aval.shape))
+        return Leaf(spec, str(dtype), reduces_late=size < SMALL_BYTES)
+
+    def _spec(self, value: Any, ndim: int) -> Spec:
+        """Mesh axes of each dim of a row of a parameter that a scan slices."""
+        analysis = self.whole.analysis
+        if not value.path:
+            if value.kind is Kind.CONSTANT:
+                return ((),) * (ndim - 1)
+            raise _LeftAlone("what it slices is computed from parameters or inputs")
+        decision = self.whole.plan[value.path]
+        params = analysis.scope.jaxpr.invars[: analysis.num_params]
+        own = next(
+            v.dims for v in map(analysis.scope.values.__getitem__, params) if v.path == value.path
+        )
+        axes = {dim: axes for dim, axes in zip(own, decision.spec, strict=True) if dim}
+        if any(dim and dim not in axes for dim in value.dims):
+            raise _LeftAlone(f"{value.path} comes in another shape")
+        spec = tuple(tuple(axes.get(dim, ())) for dim in value.dims)
+        if spec[0]:
+            raise _LeftAlone(f"the layers of {value.path} are sharded over {join(spec[0])}")
+        return spec[1:]
+
+
+class _LeftAlone(Exception):
+    """Why a scan runs as it is."""
+
+
+def _check(
+    scan: Any,
+    lies: Sequence[Lies | None],
+    results: Sequence[Lies | None],
+    first: int,
+    num_carry: int,
+) -> None:
+    """Refuses scans that are not written anew.
+
+    Raises:
+        _LeftAlone: Always with the reason.
+    """
+    carried = [var.aval for var in scan.outvars[:num_carry]]
+    pairs = list(zip(carried, results[:num_carry], strict=True))
+    if scan.params["reverse"]:
+        raise _LeftAlone("it runs backward")
+    if any(lies[first:]):
+        raise _LeftAlone("it slices what has rows of the batch")
+    if not all(results[num_carry:]):
+        raise _LeftAlone("it stacks what has no rows of the batch")
+    if not any(results[:num_carry]):
+        raise _LeftAlone("it carries no rows of the batch")
+    if any(is_float(aval) and not where for aval, where in pairs):
+        raise _LeftAlone("it carries numbers that all rows share")
+    if any(jnp.issubdtype(aval.dtype, jax.dtypes.extended) for aval in carried):
+        raise _LeftAlone("it carries random keys")

@@ -1,0 +1,112 @@
+"""Loops over layers of anybody's model with weights one turn ahead: numbers, and what is refused."""
+
+import functools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import linen as nn
+from rounding import assert_close
+from test_by_dataflow import INNER, WIDTH, Block, Model
+from test_half_batches import BATCH, TOKENS, barriers, three_updates, with_loss
+
+import jaxtp
+from jaxtp.activations.by_dataflow import parallelize
+from jaxtp.errors import JaxtpWarning
+
+
+def placed_on(fn, params, *inputs, **sizes):
+    """The function with weights ahead, its arguments on the mesh, and what was said."""
+    mesh = jaxtp.make_mesh(**sizes)
+    plan = jaxtp.make_plan(params, mesh, fn=fn, inputs=inputs, zero=3)
+    placed = parallelize(fn, plan, mesh, overlap="aggressive")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        number = barriers(placed, params, *inputs)
+    given = jaxtp.shard(params, mesh, plan=plan), *(jaxtp.shard_batch(x, mesh) for x in inputs)
+    return placed, given, number, [str(one.message) for one in said]
+
+
+def test_halves_and_gathers_of_a_scanned_model():
+    model = Model(Block(kv_heads=2), layers=3, remat=True)
+    ids = jax.random.randint(jax.random.key(1), (BATCH, TOKENS), 0, 1024)
+    params = model.init(jax.random.key(0), ids)
+    loss = functools.partial(with_loss, model)
+    placed, given, number, said = placed_on(loss, params, ids, dp=2, fsdp=2, tp=2)
+    assert number > 10
+    assert not said
+    want = three_updates(jax.jit(jax.value_and_grad(loss)), params, ids)
+    got = three_updates(jax.jit(jax.value_and_grad(placed)), *given)
+    for one, other in zip(got, want, strict=True):
+        assert_close(jax.tree.leaves(one), jax.tree.leaves(other), BATCH * TOKENS * INNER)
+
+
+LAYERS = 3
+
+
+def everything(params, x, memory):
+    """A scan that carries a count, stacks rows, and reads an input, a shared weight and a table."""
+    table = jnp.cos(jnp.arange(TOKENS))[None, :, None]
+
+    def layer(carry, row):
+        x, count = carry
+        kernel, gain, number = row
+        h = (jnp.tanh(x @ kernel) + table) * gain
+        x = x + h @ params["shared"] + memory * count / (number + 1)
+        return (x, count + 1), x.mean(-1)
+
+    rows = jnp.moveaxis(params["stack"], -1, 0), params["gains"], jnp.arange(LAYERS)
+    (x, count), means = jax.lax.scan(layer, (x * params["scale"], 0), rows)
+    return (x**2).mean() + means.mean() + count
+
+
+def test_constants_counts_and_stacked_results_of_a_scan():
+    keys = jax.random.split(jax.random.key(2), 4)
+    params = {
+        "stack": jax.random.normal(keys[0], (WIDTH, WIDTH, LAYERS)) / WIDTH,
+        "shared": jax.random.normal(keys[1], (WIDTH, WIDTH)) / WIDTH,
+        "gains": jnp.ones((LAYERS, 1, 1, WIDTH)),
+        "scale": jnp.ones((1, 1, WIDTH)),
+    }
+    x, memory = (jax.random.normal(key, (BATCH, TOKENS, WIDTH)) for key in keys[2:])
+    placed, given, number, said = placed_on(everything, params, x, memory, fsdp=8, tp=1)
+    assert number > 3
+    assert not said
+    steps = [jax.jit(jax.value_and_grad(fn, (0, 1, 2))) for fn in (placed, everything)]
+    got, want = steps[0](*given), steps[1](params, x, memory)
+    assert_close(jax.tree.leaves(got), jax.tree.leaves(want), BATCH * TOKENS * WIDTH)
+
+
+class Dropping(nn.Module):
+    @nn.compact
+    def __call__(self, x, _=None):
+        y = nn.Dense(WIDTH)(nn.relu(nn.Dense(INNER)(x)))
+        return x + nn.Dropout(0.5, deterministic=False)(y), None
+
+
+class Reading(nn.Module):
+    @nn.compact
+    def __call__(self, x, _=None):
+        return x + nn.Dense(WIDTH)(nn.relu(nn.Dense(INNER)(x))) - x.mean(0, keepdims=True), None
+
+
+def looped(layer):
+    """A model of these layers, and its parameters."""
+    split = {"params": True, "dropout": True}
+    loop = nn.scan(layer, variable_axes={"params": 0}, split_rngs=split, length=LAYERS)()
+    params = loop.init(jax.random.key(0), jnp.ones((BATCH, TOKENS, WIDTH)), None)
+    return lambda p, x: loop.apply(p, x, None, rngs={"dropout": jax.random.key(1)})[0], params
+
+
+@pytest.mark.parametrize(
+    ("layer", "why"), [(Dropping, "`random_bits` at"), (Reading, "(Reading.__call__)")]
+)
+def test_what_mixes_rows_in_a_loop_leaves_it_as_it_was(layer, why):
+    fn, params = looped(layer)
+    x = jax.random.normal(jax.random.key(3), (BATCH, TOKENS, WIDTH))
+    _, _, number, said = placed_on(fn, params, x, fsdp=2, tp=4)
+    assert number == 0
+    assert "TP073" in said[0]
+    assert why in said[0]
+    assert issubclass(JaxtpWarning, Warning)
