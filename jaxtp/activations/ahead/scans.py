@@ -26,19 +26,25 @@ from jaxtp.activations.interleaved import Turns
 from jaxtp.activations.placer import Placer
 from jaxtp.errors import NotInterleaved, join
 from jaxtp.mesh.axes import Axis, Shards
+from jaxtp.plan.decisions import Plan
 from jaxtp.plan.trees import Spec
-from jaxtp.rules.jaxpr import analyse_jaxpr
+from jaxtp.rules.jaxpr import Analysis, analyse_jaxpr
 from jaxtp.rules.jaxpr.halves import Halves, Lies, MixesBatch, compare_scan
 from jaxtp.rules.jaxpr.primitives import PRIMITIVES
 from jaxtp.rules.jaxpr.reentry import checkpoint, inline, same_rank
-from jaxtp.rules.jaxpr.walk import UNKNOWN, Kind, Scope, bare, where
+from jaxtp.rules.jaxpr.walk import UNKNOWN, Kind, Scope, Value, bare, where
 
 Place = tuple[Scope, int]
 """An equation, by the scope that it stands in and its position."""
 
 
 class AheadPlacer(Placer):
-    """A placer that runs some scans with weights one turn ahead."""
+    """A placer that runs some scans with weights one turn ahead, and looks up in gathered tables.
+
+    Left alone, XLA looks up in the shards of a table and exchanges what it finds, which is more as
+    soon as a batch has many tokens, and the layout of the exchange makes it copy all that loops
+    keep.
+    """
 
     def __init__(self, whole: Placer, loops: Mapping[Place, Loop]) -> None:
         super().__init__(whole.analysis, whole.plan, whole.mesh)
@@ -49,7 +55,20 @@ class AheadPlacer(Placer):
     ) -> list[Any]:
         if loop := self._loops.get((scope, position)):
             return loop(self, operands)
+        equation = scope.jaxpr.eqns[position]
+        if equation.primitive.name == "gather":
+            operands = [self._table(scope, equation.invars[0], operands[0]), *operands[1:]]
         return super()._equation(scope, position, operands, gathered)
+
+    def _table(self, scope: Scope, var: Any, table: Any) -> Any:
+        """A parameter on all replicas; anything else as it is."""
+        spec = spec_of(self.analysis, self.plan, self.analysis.value(scope, var))
+        batch = self.plan.mesh.batch
+        if spec is None or not any(axis in batch for axes in spec for axis in axes):
+            return table
+        held = self.constrain(table, [axes or None for axes in spec])
+        whole = [tuple(a for a in axes if a not in batch) or None for axes in spec]
+        return self.constrain(held, whole, even_whole=True)
 
 
 def with_loops_ahead(
@@ -247,18 +266,25 @@ class _Finder:
             if value.kind is Kind.CONSTANT:
                 return ((),) * (ndim - 1)
             raise _LeftAlone("what it slices is computed from parameters or inputs")
-        decision = self.whole.plan[value.path]
-        params = analysis.scope.jaxpr.invars[: analysis.num_params]
-        own = next(
-            v.dims for v in map(analysis.scope.values.__getitem__, params) if v.path == value.path
-        )
-        axes = {dim: axes for dim, axes in zip(own, decision.spec, strict=True) if dim}
-        if any(dim and dim not in axes for dim in value.dims):
+        spec = spec_of(analysis, self.whole.plan, value)
+        if spec is None:
             raise _LeftAlone(f"{value.path} comes in another shape")
-        spec = tuple(tuple(axes.get(dim, ())) for dim in value.dims)
         if spec[0]:
             raise _LeftAlone(f"the layers of {value.path} are sharded over {join(spec[0])}")
         return spec[1:]
+
+
+def spec_of(analysis: Analysis, plan: Plan, value: Value) -> Spec | None:
+    """Mesh axes of each dim of a parameter, its dims in any order; None for anything else."""
+    if not value.path:
+        return None
+    params = analysis.scope.jaxpr.invars[: analysis.num_params]
+    known = map(analysis.scope.values.__getitem__, params)
+    own = next(v.dims for v in known if v.path == value.path)
+    axes = {dim: axes for dim, axes in zip(own, plan[value.path].spec, strict=True) if dim}
+    if any(dim and dim not in axes for dim in value.dims):
+        return None
+    return tuple(tuple(axes.get(dim, ())) for dim in value.dims)
 
 
 class _LeftAlone(Exception):
