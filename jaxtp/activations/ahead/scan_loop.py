@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from jaxtp.activations.ahead.passes import differentiable, is_float
 from jaxtp.activations.ahead.scan_layer import Pieces, Pullback, ScanRun, Turn
@@ -39,7 +40,10 @@ class Cut:
         active, axes = self.replicas.active, self.replicas.axes
         x = active.place(x, *axes, *[FREE] * (x.ndim - num))
         take = jax.lax.index_in_dim
-        return tuple(take(x, n, dim + num, keepdims=False) for n in range(self.pieces))
+        pieces = [take(x, n, dim + num, keepdims=False) for n in range(self.pieces)]
+        # What comes from a gathered table may have its features in front; XLA would then copy all
+        # that the passes keep.
+        return tuple(with_layout_constraint(one, Layout(tuple(range(one.ndim)))) for one in pieces)
 
     def join(self, pieces: Pieces, lies: Lies | None) -> Any:
         """Inverse of `split`."""
