@@ -70,7 +70,10 @@ def parallelize(
             traces `fn` once more, on half of the batch; from the first equation on that mixes rows
             of the batch (a mean, random numbers) the whole batch runs as with "auto". Needs an even
             number of rows on each replica. Warns with the text of TP073 where nothing, or not all
-            products, can take turns. A custom derivative rule is taken to treat rows alone where
+            products, can take turns. Where the batch axes shard weights, scans that slice them gather
+            those of the next turn beside each turn, once each way, and reduce gradients likewise,
+            for one more layer of gathered weights; what stands outside of such scans, unrolled
+            layers among it, runs as with "auto". A custom derivative rule is taken to treat rows alone where
             its function does.
 
     Raises:
