@@ -1,4 +1,4 @@
-"""Loops over layers of anybody's model with weights one turn ahead: numbers, and what is refused."""
+"""Loops over layers of anybody's model, weights one turn ahead: numbers, and what is refused."""
 
 import functools
 import warnings
@@ -13,7 +13,6 @@ from test_half_batches import BATCH, TOKENS, barriers, three_updates, with_loss
 
 import jaxtp
 from jaxtp.activations.by_dataflow import parallelize
-from jaxtp.errors import JaxtpWarning
 
 
 def placed_on(fn, params, *inputs, **sizes):
@@ -109,4 +108,3 @@ def test_what_mixes_rows_in_a_loop_leaves_it_as_it_was(layer, why):
     assert number == 0
     assert "TP073" in said[0]
     assert why in said[0]
-    assert issubclass(JaxtpWarning, Warning)

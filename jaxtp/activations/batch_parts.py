@@ -51,8 +51,8 @@ def traced_on_part(
     """The jaxpr of a function on so many rows of the batch.
 
     Args:
-        fn: `(params, *inputs)`.
-        args: Parameters and inputs.
+        fn: Of the trees in `args`.
+        args: Trees of parameters, then of inputs.
         lies: Where the batch lies in each of their leaves.
         rows: How many.
     """

@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar, cast
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from jaxtp.activations.ahead.scans import shards_weights, with_loops_ahead
+from jaxtp.activations.ahead.scans import overlapped, shards_weights
 from jaxtp.activations.half_batches import on_halves
 from jaxtp.activations.left_alone import Told
 from jaxtp.activations.placer import Placer
@@ -70,11 +70,11 @@ def parallelize(
             traces `fn` once more, on half of the batch; from the first equation on that mixes rows
             of the batch (a mean, random numbers) the whole batch runs as with "auto". Needs an even
             number of rows on each replica. Warns with the text of TP073 where nothing, or not all
-            products, can take turns. Where the batch axes shard weights, scans that slice them gather
-            those of the next turn beside each turn, once each way, and reduce gradients likewise,
-            for one more layer of gathered weights; what stands outside of such scans, unrolled
-            layers among it, runs as with "auto". A custom derivative rule is taken to treat rows alone where
-            its function does.
+            products, can take turns. Where the batch axes shard weights, scans that slice them
+            gather those of the next turn beside each turn, once each way, and reduce gradients
+            likewise, for one more layer of gathered weights; what stands outside of such scans,
+            unrolled layers among it, runs as with "auto". A custom derivative rule is taken to treat rows
+            alone where its function does.
 
     Raises:
         BadOption: If `overlap` is neither of the two.
@@ -125,10 +125,9 @@ def parallelize(
             check_tokens(analysis, plan)
         placer = Placer(analysis, plan, own_mesh(mesh, plan.mesh))
         results, notes = None, list[str]()
-        if overlap == "aggressive" and shards_weights(placer, paths):
-            placer, notes = with_loops_ahead(placer, pure, paths, parts, keywords)
-        elif overlap == "aggressive":
-            results, notes = on_halves(placer, pure, closed, paths, parts, keywords)
+        if overlap == "aggressive":
+            run = overlapped if shards_weights(placer, paths) else on_halves
+            results, notes = run(placer, pure, closed, paths, parts, keywords)
         if results is None:
             given = [*jax.tree.leaves(plain), *placer.inputs(jax.tree.leaves(others))]
             results = placer.run(analysis.scope, given)

@@ -71,48 +71,78 @@ class AheadPlacer(Placer):
         return self.constrain(held, whole, even_whole=True)
 
 
-def with_loops_ahead(
+def overlapped(
     whole: Placer,
     fn: Callable[..., Any],
+    closed: Any,
     paths: Sequence[str],
     args: tuple[Any, ...],
     keywords: Mapping[str, Any],
-) -> tuple[Placer, list[str]]:
-    """What runs a function with the weights of its loops ahead, and what is to be said.
+) -> tuple[list[Any] | None, list[str]]:
+    """The results of a function with the weights of its loops ahead, and what is to be said.
+
+    There are no results if there are no such loops.
 
     Args:
-        whole: Runs it as it is.
-        fn: `(params, *inputs)`.
+        whole: Runs the function as it is.
+        fn: Of the trees in `args`.
+        closed: Its jaxpr.
         paths: Of its parameters.
-        args: Parameters and inputs.
+        args: Trees of parameters, then of inputs.
         keywords: What else it is called with.
     """
-    mesh = whole.plan.mesh
+    del closed  # read already
     try:
-        sharded = _sharded(whole, paths)
-        replicas = mesh.ways(mesh.batch)
-        rows, lies = batch_of(whole, replicas)
-        finder = None
-        for pieces in (2, 1) if mesh.ways(mesh.tp) > 1 and rows % (2 * replicas) == 0 else (1,):
-            if finder is None or finder.in_vain:
-                try:
-                    part = traced_on_part(fn, args, lies, rows // (replicas * pieces))
-                except (TypeError, ValueError) as error:
-                    raise another(error, keywords, rows, "one replica's part") from error
-                finder = _Finder(whole, _inside(whole, part, paths), sharded, rows, pieces)
-                finder.search(whole.analysis.scope, finder.placer.analysis.scope)
-        assert finder is not None
+        finder = _found(whole, fn, paths, args, keywords)
     except NotInterleaved as error:
-        return whole, [str(error)]
+        return None, [str(error)]
     notes = [
         str(NotInterleaved(reason, fix='overlap="auto", or a model of jaxtp'))
         for reason in finder.left
     ]
     if not finder.loops and not notes:
-        axes = sorted({axis for path in sharded for axis in _batch_axes(whole, path)})
+        axes = sorted({axis for path in finder.sharded for axis in _batch_axes(whole, path)})
         what = f"weights are sharded over {join(axes)}, and no loop slices them"
-        notes = [str(NotInterleaved(what, where=next(iter(sharded)), fix="a scan over layers"))]
-    return AheadPlacer(whole, finder.loops) if finder.loops else whole, [*notes, *finder.notes]
+        path = min(finder.sharded)
+        notes = [str(NotInterleaved(what, where=path, fix="a scan over layers"))]
+    if not finder.loops:
+        return None, notes
+    placer = AheadPlacer(whole, finder.loops)
+    results = placer.run(whole.analysis.scope, jax.tree.leaves(args))
+    whole.left |= placer.left | finder.placer.left
+    return results, [*notes, *finder.notes]
+
+
+def _found(
+    whole: Placer,
+    fn: Callable[..., Any],
+    paths: Sequence[str],
+    args: tuple[Any, ...],
+    keywords: Mapping[str, Any],
+) -> "_Finder":
+    """The loops of a function; arguments as for `overlapped`.
+
+    Raises:
+        NotInterleaved: TP073, if the function is not the same on a part of the batch.
+    """
+    mesh = whole.plan.mesh
+    sharded, replicas = _sharded(whole, paths), mesh.ways(mesh.batch)
+    rows, lies = batch_of(whole, replicas)
+
+    def search(pieces: int) -> _Finder:
+        try:
+            part = traced_on_part(fn, args, lies, rows // (replicas * pieces))
+        except Exception as error:  # what code of theirs raises, which takes a whole batch only
+            raise another(error, keywords, rows, "one replica's part") from error
+        finder = _Finder(whole, _inside(whole, part, paths), sharded, rows, pieces)
+        finder.search(whole.analysis.scope, finder.placer.analysis.scope)
+        return finder
+
+    if mesh.ways(mesh.tp) > 1 and rows % (2 * replicas) == 0:
+        finder = search(2)
+        if not finder.in_vain:
+            return finder
+    return search(1)
 
 
 def _inside(whole: Placer, part: Any, paths: Sequence[str]) -> HalfPlacer:
