@@ -73,8 +73,8 @@ def parallelize(
             products, can take turns. Where the batch axes shard weights, scans that slice them
             gather those of the next turn beside each turn, once each way, and reduce gradients
             likewise, for one more layer of gathered weights; what stands outside of such scans,
-            unrolled layers among it, runs as with "auto". A custom derivative rule is taken to treat rows
-            alone where its function does.
+            unrolled layers among it, runs as with "auto". A custom derivative rule is taken to
+            treat rows alone where its function does.
 
     Raises:
         BadOption: If `overlap` is neither of the two.
