@@ -300,14 +300,14 @@ def check_tokens(analysis: Analysis, plan: Plan) -> None:
             f"no residual sum of this function has a dim of tokens: {ways} devices would do the "
             "same work",
             where=name,
-            fix="give the devices to dp, fsdp or tp",
+            fix="give the devices to dp, fsdp or tp; a single sequence needs a batch of 1 in front",
         )
     for size in filter(lambda size: size % ways, map(dim_size, analysis.tokens)):
-        near = size // ways * ways
+        near = max(size // ways, 1) * ways
         raise SizeMismatch(
             f"{name}={ways} does not divide {size} tokens",
             where="tokens",
-            fix=f"a multiple of {ways}, such as {near or ways} or {near + ways}",
+            fix=f"a multiple of {ways}, such as {near} or {near + ways}",
         )
 
 
