@@ -1,5 +1,7 @@
 """What a strategy has to move, against sums by hand."""
 
+import dataclasses
+
 import pytest
 
 from jaxtp.cost.bound import Need, needed, seconds_of
@@ -23,11 +25,11 @@ NORMS = (2 * 6 + 1) * 64
 TOKENS = 32 * 128
 
 
-def needs(zero, num_micro=1, **mesh):
-    plan = make_plan(abstract(CONFIG), mesh, config=CONFIG, zero=zero)
+def needs(zero, num_micro=1, config=CONFIG, **mesh):
+    plan = make_plan(abstract(config), mesh, config=config, zero=zero)
     found = needed(
         plan,
-        ModelDims.of(CONFIG),
+        ModelDims.of(config),
         tokens=TOKENS,
         num_micro=num_micro,
         compute="bfloat16",
@@ -47,6 +49,13 @@ def test_tensor_parallelism_needs_its_lower_bound():
     assert found == needs(0, num_micro=4, dp=2, tp=4)
     gradients = (6 * LAYER + 2 * TABLE) / 4 + NORMS
     assert found["all-reduce", ("dp",)] == 2 * gradients
+
+
+def test_tokens_travel_to_experts_and_back_in_the_layers_that_have_them():
+    routed = {"num_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 2}
+    found = needs(0, config=dataclasses.replace(CONFIG, **routed), ep=2, tp=2)
+    # Two chosen experts a token; each device along tp sends what its own ones need.
+    assert found["all-to-all", ("ep",)] == 4 * (6 - 2) * 2 * TOKENS // 2 * 64 * 2 / 2
 
 
 def test_stages_share_the_reductions_of_layers_and_of_the_ends():

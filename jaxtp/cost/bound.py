@@ -3,7 +3,8 @@
 Beside the matrix products this is the bound of a step: no schedule of the same strategy is faster.
 Tensor parallelism moves its lower bound (`cost/floor`). ZeRO 3 gathers the weights of a layer twice
 a step, forward and backward, and a table once, in the type of products, and reduces each gradient
-once. Along cp keys and values go around: docs/long-sequences.md. Experts' all-to-alls are left out.
+once. Along cp keys and values go around: docs/long-sequences.md. Tokens travel to experts along ep
+and back, in each pass.
 """
 
 import dataclasses
@@ -139,16 +140,18 @@ def _experts(plan: Plan, dims: ModelDims, stream: float, micro: int) -> Iterator
     """Tokens on their way to experts on axes that shard the batch, and back; each pass does both.
 
     A device along a tensor axis of experts sends what its own ones need. Room that capacity leaves
-    empty is no need.
+    empty is no need, and layers in front that have one MLP have none.
     """
     shape, num_stages = plan.mesh, plan.stages.num_stages if plan.stages else 1
     experts = [d for d in plan.decisions if d.role is Role.EXPERT]
     axis = shape.name_of(Axis.EP)
-    on = next((axes for d in experts for axes in d.spec if axis and axis in axes), ())
+    found = ((d.shape[:n], on) for d in experts for n, on in enumerate(d.spec) if axis in on)
+    stack, on = next(found, ((), ()))
     if on:
+        layers = math.prod(stack) if stack else dims.layers
         apart = shape.ways(name for name in on if name in shape.tp)
         size = stream * max(dims.chosen, 1) / apart
-        count = 4 * micro * dims.layers / num_stages
+        count = 4 * micro * layers / num_stages
         yield Need(kind="all-to-all", axes=(axis,), num_bytes=size, count=count)
 
 
