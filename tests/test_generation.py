@@ -131,9 +131,16 @@ def test_a_second_call_compiles_nothing(llama):
         programs = (run.prompt_program, run.token_program)
         return [program.cache_info().misses for program in programs]
 
+    compiles: list[str] = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, _, **__: compiles.append(event) if "backend_compile" in event else None
+    )
     call(PROMPTS, 0.7)
+    assert compiles
     before = compiled()
+    compiles.clear()
     call([[3, 4], [5], [6, 7, 8, 9]], 0.3)
+    assert not compiles  # not only these two programs: nothing at all
     assert compiled() == before
     call(PROMPTS, 0.0)
     assert compiled() != before  # the likeliest token is another program
