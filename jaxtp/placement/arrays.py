@@ -81,8 +81,6 @@ def shard(
     used = plan_for(tree, mesh, plan, options)
     warn_of_explicit_axes(mesh)
     flat = FlatTree.of(tree)
-    for path, leaf in flat.values.items():
-        _refuse_donated(path, leaf)
     found = slots(flat.shapes(), used, state_overrides, complete=plan is not None)
     if isinstance(mesh, Mesh) and mesh.is_multi_process:
         check_agreement({"plan": used.to_json()}, flat.values)
@@ -117,7 +115,13 @@ def plan_for(tree: PyTree, mesh: Any, plan: Plan | None, options: Mapping[str, A
 
 
 def place(flat: FlatTree, found: Mapping[str, Slot], mesh: Mesh | AbstractMesh) -> PyTree:
-    """The tree with every leaf in its slot of `mesh`; the slots are known to be legal."""
+    """The tree with every leaf in its slot of `mesh`; the slots are known to be legal.
+
+    Raises:
+        BadStep: TP133, before anything moves, for an array that a step has taken over.
+    """
+    for path, leaf in flat.values.items():
+        _refuse_donated(path, leaf)
     places = {path: NamedSharding(mesh, partition_spec(slot.spec)) for path, slot in found.items()}
     with auto_context():
         return flat.like(put(leaf, places[path], found[path]) for path, leaf in flat.values.items())

@@ -49,8 +49,8 @@ def check_agreement(
 
 def _host_digests(values: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     for path, leaf in values.items():
-        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-            continue  # a global array; its copies are compared as such
+        if isinstance(leaf, jax.Array) and (not leaf.is_fully_addressable or leaf.is_deleted()):
+            continue  # copies of a global array are compared as such; a deleted one has no values
         if not isinstance(leaf, jax.ShapeDtypeStruct):
             yield path, digest(leaf)
 
