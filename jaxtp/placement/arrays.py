@@ -41,7 +41,7 @@ from jaxtp.placement.replicas import check_agreement
 from jaxtp.placement.train_state import Overrides, Slot, check, slots
 from jaxtp.plan.decisions import Plan, check_plan
 from jaxtp.plan.stored_form import Padding, pad, read, unpad
-from jaxtp.plan.trees import FlatTree, Param, PyTree, is_key_type, map_with_path, partition_spec
+from jaxtp.plan.trees import FlatTree, Param, PyTree, is_key_type, partition_spec
 from jaxtp.rules.planner import make_plan
 from jaxtp.rules.review import WHAT_TO_GIVE
 
@@ -120,8 +120,7 @@ def place(flat: FlatTree, found: Mapping[str, Slot], mesh: Mesh | AbstractMesh) 
     Raises:
         BadStep: TP133, before anything moves, for an array that a step has taken over.
     """
-    for path, leaf in flat.values.items():
-        _refuse_donated(path, leaf)
+    _refuse_donated(flat)
     places = {path: NamedSharding(mesh, partition_spec(slot.spec)) for path, slot in found.items()}
     with auto_context():
         return flat.like(put(leaf, places[path], found[path]) for path, leaf in flat.values.items())
@@ -257,26 +256,28 @@ def unshard(tree: PyTree, plan: Plan | None = None) -> PyTree:
     """
     if plan is not None:
         check_plan(plan)
-    found = {} if plan is None else slots(FlatTree.of(tree).shapes(), plan)
+    flat = FlatTree.of(tree)
+    _refuse_donated(flat)
+    found = {} if plan is None else slots(flat.shapes(), plan)
 
     def fetch(path: str, leaf: Any) -> Any:
-        _refuse_donated(path, leaf)
         if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             data = _fetch(jax.random.key_data(leaf))
             return jax.random.wrap_key_data(jnp.asarray(data), impl=jax.random.key_impl(leaf))
         return unpad(_fetch(leaf), found[path].padding if found else ())
 
     with auto_context():
-        return map_with_path(fetch, tree)
+        return flat.like(fetch(path, leaf) for path, leaf in flat.values.items())
 
 
-def _refuse_donated(path: str, leaf: Any) -> None:
-    if isinstance(leaf, jax.Array) and leaf.is_deleted():
-        raise BadStep(
-            "the array was given to a step, which took over its memory",
-            where=path,
-            fix="go on with the state that the step returned, or jit_step(..., donate=False)",
-        )
+def _refuse_donated(flat: FlatTree) -> None:
+    for path, leaf in flat.values.items():
+        if isinstance(leaf, jax.Array) and leaf.is_deleted():
+            raise BadStep(
+                "the array was given to a step, which took over its memory",
+                where=path,
+                fix="go on with the state that the step returned, or jit_step(..., donate=False)",
+            )
 
 
 def _fetch(leaf: Any) -> NDArray[Any]:
