@@ -198,15 +198,23 @@ def step(mesh: Mesh, model: str, num_layers: int, batch: int, seq: int, overlap:
     return jax.jit(jax.value_and_grad(fn), out_shardings=(None, places)), (placed, ids)
 
 
+MOST_TIME, MOST_WIRE = 1.08, 1.02
+"""Of an `aggressive` step, over the longest of its work and its link, and over the floor."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """One model on hosts of eight H100; batch in sequences, seq in tokens, for each host."""
+    """One model on hosts of eight H100; batch in sequences, seq in tokens, for each host.
+
+    `limit` is of an `aggressive` step over the longest of its work and its links.
+    """
 
     model: str
     batch: int = 4
     seq: int = 4096
     num_layers: int = LAYERS
     fsdp: int = 1
+    limit: float = MOST_TIME
 
     @property
     def mesh(self) -> str:
@@ -246,12 +254,12 @@ class Case:
 
 CASES = (
     Case(model="linen_scan"),
+    # The backward pass's gathers are still synchronous: 61 of 374 ms.
+    Case(model="linen_scan", fsdp=8, limit=1.3),
     Case(model="nnx_loop"),
     # Its own attention holds every score.
     Case(model="transformers", batch=8, seq=2048),
 )
-MOST_TIME, MOST_WIRE = 1.08, 1.02
-"""Of an `aggressive` step, over the longest of its work and its link, and over the floor."""
 
 
 def over_longest(report: Report) -> float:
@@ -275,6 +283,7 @@ def section() -> Section:
             rows.append(
                 {
                     "model": case.model,
+                    "mesh": case.mesh,
                     "batch": f"{case.batch} x {case.seq}",
                     "overlap": overlap,
                     "ms": round(seconds * 1e3, 1),
@@ -288,17 +297,18 @@ def section() -> Section:
                     "peak GiB": round(report.peak_bytes / GIB, 2),
                 }
             )
-        name = case.model
+        name = f"{case.model}, {case.mesh}"
         thresholds += [
-            (f"{name}: at most {MOST_TIME}x work or link: {ratio:.3f}x", ratio <= MOST_TIME),
+            (f"{name}: at most {case.limit}x work or link: {ratio:.3f}x", ratio <= case.limit),
             (f"{name}: wire at most {MOST_WIRE}x the floor: {wire:.4f}x", wire <= MOST_WIRE),
         ]
     return Section(
-        title=f"models not ours, unmodified, {LAYERS} layers, tp 8, loss and gradients, h100:1x8",
+        title=f"models not ours, unmodified, {LAYERS} layers, loss and gradients",
         rows=rows,
         thresholds=thresholds,
         notes=[
-            "x longest: over the longest of all work, elementwise included, and the link's need",
+            "x longest: over the longest of all work, elementwise included, and the links' needs",
+            "batch: of one host",
             "products + exposed: over the products alone",
             "transformers' FlaxLlamaForCausalLM where transformers can be imported, 4.x",
         ],

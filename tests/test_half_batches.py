@@ -36,12 +36,8 @@ def with_loss(model, params, ids):
     return -picked.mean()
 
 
-@pytest.mark.parametrize(
-    "model",
-    [Model(Block(kv_heads=2), remat=True), Model(Block(fused=True))],
-    ids=["few key heads, remat", "fused"],
-)
-def test_scanned_with_a_loss_inside(model):
+def test_scanned_with_a_loss_inside():
+    model = Model(Block(fused=True))  # few key heads and remat: test_ahead
     ids = jax.random.randint(jax.random.key(1), (BATCH, TOKENS), 0, 1024)
     params = model.init(jax.random.key(0), ids)
     loss = functools.partial(with_loss, model)

@@ -42,6 +42,16 @@ def test_models_not_ours_hide_their_messages(case):
     assert report.ratio <= comm_others.MOST_WIRE
 
 
+def test_a_scanned_model_not_ours_gathers_and_reduces_each_layer_once():
+    case = comm_others.Case(model="linen_scan", fsdp=8, num_layers=12)
+    report = case.report("aggressive")
+    (network,) = (link for link in report.links if link.name == "network")
+    assert network.busy_seconds <= comm_others.MOST_WIRE * network.needed_seconds
+    # The ends of the model, and the gathers of the backward pass, are not hidden.
+    assert network.exposed_seconds <= 0.4 * network.busy_seconds
+    assert comm_others.over_longest(report) <= 1.35
+
+
 def test_a_hand_written_plan_is_no_better_and_a_naive_one_is_far_worse(compiler):
     rows = bench_comm.floor(compiler).rows  # compiled already
     for model, _, _ in bench_comm.SHAPES:
