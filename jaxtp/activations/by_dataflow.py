@@ -116,8 +116,7 @@ def parallelize(
             return results, [*map(leaves_put, given, before)]
 
         closed, shapes = jax.make_jaxpr(pure, return_shape=True)(*parts)
-        plain, others = parts
-        paths = [plan[path].path for path, _ in leaves(plain)]
+        paths = [plan[path].path for path, _ in leaves(parts[0])]
         analysis = analyse_jaxpr(closed, paths)
         if plan.sequence_parallel or plan.mesh.size_of(Axis.CP) > 1:
             analysis = analysis.of_one_row()
@@ -129,8 +128,8 @@ def parallelize(
             run = overlapped if shards_weights(placer, paths) else on_halves
             results, notes = run(placer, pure, closed, paths, parts, keywords)
         if results is None:
-            given = [*jax.tree.leaves(plain), *placer.inputs(jax.tree.leaves(others))]
-            results = placer.run(analysis.scope, given)
+            weights, others = map(jax.tree.leaves, parts)
+            results = placer.run(analysis.scope, [*weights, *placer.inputs(others)])
         outputs, changed = jax.tree.unflatten(jax.tree.structure(shapes), results)
         for tree, put in zip(callers, changed, strict=True):
             # A state is no object: whoever merges it has the changes.
