@@ -76,7 +76,7 @@ DEFAULT_ROWS: dict[str, tuple[str, ...]] = {
     "test_the_gpu_program_sends_two_messages_a_layer": (
         "fewer kv heads", "gpt2", "mamba", "linen",
     ),
-    "test_scanned_with_a_loss_inside": ("few key heads, remat",),
+    "test_scanned_with_a_loss_inside": (),
     "test_unrolled_with_the_loss_outside": ("dp2-tp4",),
     "test_damaged_weights_are_named_and_leave_nothing": ("missing", "another shape", "NaN"),
     # Long: what they show is shown in small by others, of the same file or of the legs.
