@@ -181,6 +181,20 @@ def test_nothing_is_said_of_edges_and_of_keys(name):
     on_mesh(fn, params, x)
 
 
+def test_the_derivative_of_a_pooling_may_stand_in_the_function_itself():
+    model, params, x = stream(pooled)
+    fn = jax.value_and_grad(lambda *args: (model(*args) ** 2).mean())
+    mesh = jaxtp.make_mesh(cp=4, tp=2)
+    plan = jaxtp.make_plan(params, mesh, fn=fn, inputs=(x,))
+    placed, said = (
+        jaxtp.shard(params, mesh, plan=plan),
+        "`select_and_scatter_add` at .* 2,048 bytes",
+    )
+    with pytest.warns(JaxtpWarning, match=said):
+        got = jax.jit(parallelize(fn, plan, mesh))(placed, x)
+    assert_close(got, jax.jit(fn)(params, x), 2 * x.size)
+
+
 def test_tokens_are_shared_and_not_rows_where_nothing_shards_the_batch():
     fn, params, _ = stream(lambda params, h: jnp.tanh(h @ params["b"]))
     struct = jax.ShapeDtypeStruct((4, 32, 16), jnp.float32)

@@ -36,7 +36,7 @@ def gathers_of_tokens(analysis: Analysis, sequences: Sequences) -> dict[int, str
             )
             window = window_of(scope, equation, sequences)
             if window is not None and window.edges is None:
-                dims = (window.source,) if number == 0 else ()
+                dims = (window.source,) if number < window.operands else ()
             if any(sequences.axes_of(value.dims[dim]) for dim in dims):
                 size = math.prod(value.shape) * value.aval.dtype.itemsize
                 text = f"`{name}` at {line or UNKNOWN}"

@@ -30,15 +30,19 @@ OUTSIDE = {
 }
 """Primitives with windows -> what they read in front of the first token and behind the last."""
 
+PICKING = {"select_and_gather_add", "select_and_scatter_add"}
+"""Derivatives of a pooling: the cotangent or tangent, and the operand that says who was picked."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Window:
-    """A convolution or a pooling along tokens.
+class TokenWindow:
+    """A convolution, a pooling or a pooling's derivative along tokens.
 
     Attributes:
         number: Which entry of its parameters is about the tokens.
         source: Their dim in the operand.
         target: Their dim in the result.
+        operands: How many of the first operands have the tokens.
         edges: How many tokens before and behind its own a device needs, fewer than none where it
             leaves some out; None where edges of its neighbours do not do.
     """
@@ -46,6 +50,7 @@ class Window:
     number: int
     source: int
     target: int
+    operands: int
     edges: tuple[int, int] | None
 
     def run(
@@ -54,22 +59,22 @@ class Window:
         axis: str,
         mesh: Mesh | AbstractMesh,
         place: Callable[..., Any],
-        x: Any,
-        *kernel: Any,
+        *operands: Any,
     ) -> Any:
         """The result of the equation.
 
         Args:
-            equation: The convolution or pooling.
+            equation: With the windows.
             axis: The mesh axis that shards the tokens.
             mesh: The mesh.
             place: `(x, {dim: axes})` -> `x` with these dims constrained.
-            x: What it goes along, global.
-            *kernel: The kernel of a convolution, on all devices along the axis.
+            *operands: What it goes along, global; the kernel of a convolution behind it, on all
+                devices along the axis.
         """
         if self.edges is None:
             # All tokens, in both directions: gradients come through the second constraint.
-            result = bind(equation, (place(x, {self.source: ()}), *kernel))[0]
+            gathered = [place(x, {self.source: ()}) for x in operands[: self.operands]]
+            result = bind(equation, (*gathered, *operands[self.operands :]))[0]
             return place(result, {self.target: ()})
         here = jax.sharding.get_abstract_mesh()
         mesh = here if here.manual_axes else mesh
@@ -88,35 +93,38 @@ class Window:
         return jax.shard_map(
             own,
             mesh=mesh,
-            in_specs=(spec(self.source), *[PartitionSpec()] * len(kernel)),
+            in_specs=(spec(self.source), *[PartitionSpec()] * (len(operands) - 1)),
             out_specs=spec(self.target),
             axis_names={axis},
             check_vma=False,
-        )(x, *kernel)
+        )(*operands)
 
 
-def window_of(scope: Scope, equation: Any, sequences: Sequences) -> Window | None:
+def window_of(scope: Scope, equation: Any, sequences: Sequences) -> TokenWindow | None:
     """How an equation's windows go along tokens that are shared, or None if it has none."""
-    if equation.primitive.name not in OUTSIDE or not sequences.axes:
+    name, params = equation.primitive.name, equation.params
+    if name not in OUTSIDE.keys() | PICKING or not sequences.axes:
         return None
-    operand = None if isinstance(equation.invars[0], Literal) else equation.invars[0]
-    before = scope.values.get(operand) if operand is not None else None
+    operands = 2 if name in PICKING else 1
+    known = [scope.values.get(v) for v in equation.invars[:operands] if not isinstance(v, Literal)]
     after = scope.values.get(equation.outvars[0])
-    dims, params = equation.params.get("dimension_numbers"), equation.params
+    dims = params.get("dimension_numbers")
     if dims is None:
         places = [(dim, dim) for dim, size in enumerate(params["window_dimensions"]) if size > 1]
     else:
         places = list(zip(dims.lhs_spec[2:], dims.out_spec[2:], strict=True))
     for source, target in places:
-        found = ((before, source), (after, target))
+        found = (*((before, source) for before in known), (after, target))
         if any(value is not None and sequences.axes_of(value.dims[d]) for value, d in found):
             number = source if dims is None else dims.lhs_spec.index(source) - 2
-            window = Window(number, source, target, None)
+            window = TokenWindow(number, source, target, operands, None)
+            if name in PICKING:
+                return window
             return dataclasses.replace(window, edges=_edges(equation, window, sequences.ways))
     return None
 
 
-def _edges(equation: Any, window: Window, ways: int) -> tuple[int, int] | None:
+def _edges(equation: Any, window: TokenWindow, ways: int) -> tuple[int, int] | None:
     """As in `Window`."""
     params, number = equation.params, window.number
     stride, before = params["window_strides"][number], params["padding"][number][0]
@@ -136,7 +144,7 @@ def _edges(equation: Any, window: Window, ways: int) -> tuple[int, int] | None:
     return edges if max(edges) <= tokens // ways else None
 
 
-def _with_edges(x: Any, window: Window, axis: str, ways: int, outside: float) -> Any:
+def _with_edges(x: Any, window: TokenWindow, axis: str, ways: int, outside: float) -> Any:
     """A device's own tokens and those beside them."""
     assert window.edges is not None
     dim, (before, behind) = window.source, window.edges
