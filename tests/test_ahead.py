@@ -108,3 +108,47 @@ def test_what_mixes_rows_in_a_loop_leaves_it_as_it_was(layer, why):
     assert number == 0
     assert "TP073" in said[0]
     assert why in said[0]
+
+
+def two_products(params, x):
+    """Two weights of one shape, and a pullback whose leaves JAX orders as it was traced."""
+
+    def layer(x, w):
+        return x + jnp.sin(x @ w["a"]) @ w["b"], None
+
+    return (jax.lax.scan(layer, x, params)[0] ** 2).mean()
+
+
+@jax.custom_vjp
+def rounded(x, w):
+    return x @ w.astype(jnp.bfloat16).astype(jnp.float32)
+
+
+def rounded_backward(saved, g):
+    return g @ saved[1].T, saved[0].T @ g
+
+
+rounded.defvjp(lambda x, w: (rounded(x, w), (x, w)), rounded_backward)
+
+
+def custom_rule(params, x):
+    """A derivative rule that takes in full precision what its function rounds."""
+
+    def layer(x, w):
+        return x + rounded(jnp.sin(rounded(x, w["a"])), w["b"]), None
+
+    return (jax.lax.scan(layer, x, params)[0] ** 2).mean()
+
+
+@pytest.mark.parametrize("fn", [two_products, custom_rule])
+def test_gradients_without_jit_and_of_custom_rules(fn):
+    *keys, last = jax.random.split(jax.random.key(4), 3)
+    params = {n: jax.random.normal(key, (3, 16, 16)) / 4 for n, key in zip("ab", keys, strict=True)}
+    x = jax.random.normal(last, (64, 16))
+    placed, given, number, said = placed_on(fn, params, x, fsdp=4, dp=2, tp=1)
+    assert number > 3
+    assert not said
+    want = jax.grad(fn, (0, 1))(params, x)
+    for transform in (lambda g: g, jax.jit):
+        got = transform(jax.grad(placed, (0, 1)))(*given)
+        assert_close(jax.tree.leaves(got), jax.tree.leaves(want), 64 * 16)

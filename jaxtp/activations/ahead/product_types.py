@@ -29,6 +29,8 @@ def _uses(jaxpr: Jaxpr, var: Var) -> Iterator[Any]:
             inner = getattr(inner, "jaxpr", inner)
             if equation.primitive.name == "convert_element_type":
                 yield equation.params["new_dtype"]
+            elif equation.primitive.name.startswith("custom_"):
+                yield _own_type(var)  # its rule may use what its function rounds
             elif isinstance(inner, Jaxpr) and len(inner.invars) == len(equation.invars):
                 yield from _uses(inner, inner.invars[place])
             else:

@@ -15,6 +15,7 @@ from jax import lax
 from jax.extend.core import Jaxpr, Literal
 from jax.sharding import PartitionSpec
 
+from jaxtp.activations.ahead.one_trace import OneTrace
 from jaxtp.activations.ahead.passes import is_float
 from jaxtp.activations.ahead.weights import Weights
 from jaxtp.plan.trees import PyTree
@@ -75,17 +76,17 @@ class Pullback:
     """What differentiating a turn keeps.
 
     Attributes:
-        tree: Its structure.
+        trace: The turn and its pullback.
         sources: Where each leaf comes from: what is kept, the arguments, or what is computed again;
             with its number there.
         kept: Numbers of the leaves that are kept.
-        again: The program of the leaves that are computed again, and their variables.
+        again: Variables of the leaves that are computed again.
     """
 
-    tree: Any
+    trace: OneTrace
     sources: tuple[tuple[str, int], ...]
     kept: tuple[int, ...]
-    again: tuple[Any, tuple[Any, ...]]
+    again: tuple[Any, ...]
 
     @classmethod
     def of(cls, turn: Turn, x: Any, w: PyTree, around: Any, in_rows: Sequence[bool]) -> "Pullback":
@@ -98,12 +99,8 @@ class Pullback:
             around: Likewise.
             in_rows: Which leaves of `x`, `w` and `around` have the batch in them.
         """
-
-        def keep(x: Any, w: PyTree, around: Any) -> Any:
-            return turn.vjp(x, w, around)[1]
-
-        traced, pull = jax.make_jaxpr(keep, return_shape=True)(x, w, around)
-        jaxpr, num_x = traced.jaxpr, len(jax.tree.leaves(x))
+        trace = OneTrace.of(turn.vjp, x, w, around)
+        jaxpr, num_x = trace.jaxpr, len(jax.tree.leaves(x))
         arguments = {id(var): n for n, var in enumerate(jaxpr.invars)}
         carried = {id(var) for var in jaxpr.invars[:num_x]}
         rows = {id(v) for v, lies in zip(jaxpr.invars, in_rows, strict=True) if lies}
@@ -111,7 +108,7 @@ class Pullback:
         sources: list[tuple[str, int]] = []
         kept: dict[int, tuple[int, int]] = {}  # id of a variable -> number among the kept, leaf
         again: list[Any] = []
-        for leaf, var in enumerate(jaxpr.outvars):
+        for leaf, var in enumerate(trace.leaves):
             if id(var) in arguments and id(var) not in carried:
                 sources.append(("argument", arguments[id(var)]))
             elif id(var) in changing:
@@ -121,7 +118,12 @@ class Pullback:
                 sources.append(("again", len(again)))
                 again.append(var)
         numbers = tuple(leaf for _, leaf in kept.values())
-        return cls(jax.tree.structure(pull), tuple(sources), numbers, (traced, tuple(again)))
+        return cls(trace, tuple(sources), numbers, tuple(again))
+
+    def forward(self, x: Any, w: PyTree, around: Any) -> tuple[Any, list[Any]]:
+        """What the turn gives, and what is kept of it."""
+        out, leaves = self.trace(x, w, around)
+        return out, [leaves[n] for n in self.kept]
 
     def __call__(self, kept: Sequence[Any], x: Any, w: PyTree, around: Any) -> Any:
         """The pullback again.
@@ -133,11 +135,12 @@ class Pullback:
             around: Likewise.
         """
         arguments = [*jax.tree.leaves(x), *jax.tree.leaves((w, around))]
-        traced, wanted = self.again
         unknown = len(jax.tree.leaves(x))
-        computed = _run(traced, dict(enumerate(arguments[unknown:], unknown)), wanted)
+        known = dict(enumerate(arguments[unknown:], unknown))
+        computed = _run(self.trace.closed, known, self.again)
         found = {"kept": kept, "argument": arguments, "again": computed}
-        return jax.tree.unflatten(self.tree, [found[where][n] for where, n in self.sources])
+        pullback = self.trace.pullback
+        return jax.tree.unflatten(pullback, [found[where][n] for where, n in self.sources])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +148,6 @@ class ScanRun:
     """A `Run` of a scan.
 
     Attributes:
-        turn: Its body.
         weights: How rows with gradients come and gradients go.
         num_layers: Turns.
         pullback: What differentiating a turn keeps.
@@ -155,7 +157,6 @@ class ScanRun:
         shared: Of each of its constants' floats whether all replicas have the same.
     """
 
-    turn: Turn
     weights: Weights
     num_layers: int
     pullback: Pullback
@@ -171,9 +172,8 @@ class ScanRun:
         """One turn on all replicas."""
 
         def one(x: Any, w: PyTree, around: Any) -> Any:
-            (carry, ys), pull = self.turn.vjp(x, w, around)
-            leaves = jax.tree.leaves(pull)
-            return carry, ys, [leaves[n] for n in self.pullback.kept]
+            (carry, ys), kept = self.pullback.forward(x, w, around)
+            return carry, ys, kept
 
         x_axes, *around = self.axes
         mapped = self.weights.replicas.mapped(one, (x_axes, None, tuple(around)), (x_axes, 0, 0))

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from jaxtp.activations.ahead.one_trace import OneTrace
 from jaxtp.activations.ahead.product_types import product_type
 from jaxtp.activations.ahead.weights import Replicas, Weights, weights_of
 from jaxtp.activations.by_name import ActivePlan, in_force
@@ -25,21 +26,19 @@ class Run:
     """What does not depend on arrays.
 
     Attributes:
-        layer: One layer on one replica, recomputed as the policy says.
         weights: How its parameters come and gradients go.
         num_layers: Of the stack.
         context_axes: Which entries of the context differ between replicas: 0, else None.
-        pullback: Structure of what differentiating the layer keeps.
-        kept: Which of its leaves are kept of the forward pass, by number.
+        trace: One layer on one replica, recomputed as the policy says, and its pullback.
+        kept: Which of the pullback's leaves are kept of the forward pass, by number.
         given: The others: leaf -> number of the argument's leaf that it is.
         draw: What the layer draws, for all of the batch; None for one that draws nothing.
     """
 
-    layer: Layer
     weights: Weights
     num_layers: int
     context_axes: Any
-    pullback: Any
+    trace: OneTrace
     kept: tuple[int, ...]
     given: Mapping[int, int]
     draw: Draw | None
@@ -54,9 +53,7 @@ class Run:
         """One layer on all replicas: the residual stream behind it, and what is kept."""
 
         def one(x: jax.Array, w: PyTree, context: Any) -> tuple[jax.Array, list[jax.Array]]:
-            with in_force(self.weights.replicas.inner):
-                out, pull = jax.vjp(lambda x, w: self.layer(x, w, context), x, w)
-            found = jax.tree.leaves(pull)
+            out, found = self.trace(x, w, context)
             return out, [found[n] for n in self.kept]
 
         axes = (0, None, self.context_axes)
@@ -82,7 +79,9 @@ class Run:
             found = dict(zip(self.kept, kept, strict=True))
             found |= {leaf: arguments[number] for leaf, number in self.given.items()}
             with in_force(self.weights.replicas.inner):
-                pull = jax.tree.unflatten(self.pullback, [found[n] for n in range(len(found))])
+                pull = jax.tree.unflatten(
+                    self.trace.pullback, [found[n] for n in range(len(found))]
+                )
                 return pull(d_x)
 
         axes = (0, 0, None, self.context_axes, 0)
@@ -131,33 +130,31 @@ def trace_layer(
             own[DRAWS], axes[DRAWS] = draw.parts, draw.axes
             body = draw.taken(body)
         layer = jax.checkpoint(body, policy=policy, prevent_cse=False)
-        pullback, kept, given = _pullback(layer, x, _of_types(w, types), own)
+        trace, kept, given = _traced(layer, x, _of_types(w, types), own)
     return Run(
-        layer=layer,
         weights=weights_of(params, types, active),
         num_layers=jax.tree.leaves(params)[0].shape[0],
         context_axes=axes,
-        pullback=pullback,
+        trace=trace,
         kept=kept,
         given=given,
         draw=draw,
     )
 
 
-def _pullback(
+def _traced(
     layer: Layer, x: Any, w: PyTree, context: Any
-) -> tuple[Any, tuple[int, ...], dict[int, int]]:
-    """The structure of what differentiating a layer keeps, and `kept` and `given` of a `Run`."""
+) -> tuple[OneTrace, tuple[int, ...], dict[int, int]]:
+    """A layer with its pullback, and `kept` and `given` of a `Run`."""
 
-    def keep(x: Any, w: PyTree, context: Any) -> Any:
-        return jax.vjp(lambda x, w: layer(x, w, context), x, w)[1]
+    def vjp(x: Any, w: PyTree, context: Any) -> tuple[Any, Any]:
+        return jax.vjp(lambda x, w: layer(x, w, context), x, w)
 
-    traced, pull = jax.make_jaxpr(keep, return_shape=True)(x, w, context)
-    inputs = {id(var): number for number, var in enumerate(traced.jaxpr.invars)}
-    outs = traced.jaxpr.outvars
-    given = {n: inputs[id(out)] for n, out in enumerate(outs) if id(out) in inputs}
-    kept = tuple(n for n in range(len(outs)) if n not in given)
-    return jax.tree.structure(pull), kept, given
+    trace = OneTrace.of(vjp, x, w, context)
+    inputs = {id(var): number for number, var in enumerate(trace.jaxpr.invars)}
+    given = {n: inputs[id(out)] for n, out in enumerate(trace.leaves) if id(out) in inputs}
+    kept = tuple(n for n in range(len(trace.leaves)) if n not in given)
+    return trace, kept, given
 
 
 def _of_types(w: PyTree, types: list[Any]) -> PyTree:
