@@ -89,6 +89,32 @@ def test_zero_3_gathers_twice_and_scatters_once_a_block(gradient_bytes):
     assert gather_seconds(MODEL, dataclasses.replace(s, zero=2), WIRES, habits, 1, 1) == 0
 
 
+@pytest.mark.parametrize(
+    ("sizes", "apart"),
+    [
+        ({"fsdp": 4}, 2),
+        ({"fsdp": 2, "cp": 2}, 2),
+        ({"cp": 4}, 2),
+        ({"fsdp": 2, "ep": 2}, 4),
+        ({"fsdp": 2, "cp": 2, "ep": 2}, 4),
+    ],
+    ids=str,
+)
+def test_experts_are_gathered_from_the_nearest_that_share_them(sizes, apart):
+    """Of experts alone: all else is gathered over ep too, from neighbours along tp."""
+    model = dataclasses.replace(MODEL, experts=8, chosen=2)
+    habits = dataclasses.replace(JAXTP, overlaps_gathers=0)
+    s = Strategy(tp=2, zero=3, **sizes)
+    ways, ep = sizes.get("fsdp", 1) * sizes.get("cp", 1), sizes.get("ep", 1)
+    experts, plain = 8 * model.mlp_params(model.ffn) / ep, model.attention_params
+    want = 0.0
+    for size, count, inner in ((experts, ways, apart), (plain, ways * ep, 2)):
+        gather = WIRES.seconds("all-gather", size, count, inner)  # half of 2 bytes an element
+        scatter = WIRES.seconds("reduce-scatter", habits.gradient_bytes * size / 2, count, inner)
+        want += 25 * (gather + scatter) + 24 * gather
+    assert gather_seconds(model, s, WIRES, habits, 1, 1) == pytest.approx(want)
+
+
 def test_the_backward_pass_gathers_its_inputs_again_and_repeats_two_reductions():
     def messages(**changes):
         s = Strategy(tp=4, **changes)

@@ -59,6 +59,22 @@ def test_tokens_along_cp_are_data_to_parameters():
     assert [plan[kernel].state_spec for plan in alone] == [(), ((), ("cp",), ("tp",))]
 
 
+@pytest.mark.parametrize(
+    ("mesh", "over", "left"),
+    [
+        ({"ep": 3, "fsdp": 8, "tp": 1}, ("fsdp",), "ep=3"),
+        ({"fsdp": 8, "ep": 3, "tp": 1}, ("fsdp",), "ep=3"),
+        ({"fsdp": 2, "cp": 3, "ep": 4, "tp": 2}, ("fsdp", "ep"), "cp=3"),
+        ({"fsdp": 6, "cp": 4, "ep": 5, "tp": 1}, ("cp",), "fsdp=6, ep=5"),
+    ],
+    ids=str,
+)
+def test_axes_that_do_not_divide_leave_the_others_to_shard(mesh, over, left):
+    plan = jaxtp.make_plan(shapes(w=(1024, 4096)), mesh, zero=3, overrides={"w": P(None, "tp")})
+    assert plan["w"].spec == (over, ("tp",))
+    assert plan["w"].reasons[-1].endswith(f"on dim 0, not divisible over {left} as well")
+
+
 def test_without_the_axis_nothing_changes():
     plan = plan_of("llama-tiny", {"dp": 2, "tp": 4}, zero=3)
     assert plan.zero == 0
@@ -222,6 +238,10 @@ def test_what_cannot_fit_is_refused_before_it_is_compiled():
     # 70.6 billion parameters x 12 bytes (float32, two moments) / 8.
     with pytest.raises(DoesNotFit, match=r"TP114 at mesh: .* take 98\.\d GiB .*\n.*mesh\.fsdp=8"):
         preflight_config(dataclasses.replace(config, zero=Zero(stage=0)))
+    # Devices that share a sequence share the state too, and are no replicas.
+    along = dataclasses.replace(config, mesh=Mesh(tp=8, cp=8), batch=Batch(size=1))
+    with pytest.raises(DoesNotFit, match=r"TP114 .*\n.*zero\.stage=3, a larger mesh\.tp"):
+        preflight_config(along)
     # The same with ZeRO-3: 1/8 of that.
     sharded = planning.Build.of(resolve(dataclasses.replace(config, zero=Zero(stage=3)), 64))
     plan = planning.plan_of(sharded)

@@ -12,6 +12,7 @@ from jaxtp.config.batch_sizes import resolve
 from jaxtp.config.files import load
 from jaxtp.cost.candidates import candidates, complexity
 from jaxtp.cost.habits import HABITS
+from jaxtp.cost.peak_memory import state_bytes
 from jaxtp.cost.ranking import EQUAL_WITHIN, rank
 from jaxtp.cost.strategy import ModelSizes
 from jaxtp.cost.wire import Wires
@@ -45,6 +46,21 @@ def test_every_candidate_uses_every_gpu_and_the_whole_batch():
 def test_every_mesh_that_is_offered_resolves(found):
     for row in found.rows:
         assert resolve(row.config, 16).mesh == row.config.mesh
+
+
+@pytest.mark.parametrize(
+    ("axis", "changes", "batch", "least"),
+    [("cp", {"seq": 32768}, 1, 7.9), ("ep", {"experts": 8, "chosen": 2}, 8, 1.2)],
+)
+def test_zero_is_offered_along_cp_and_ep_without_fsdp(axis, changes, batch, least):
+    """And without replicas, of which a config would make fsdp."""
+    sizes = dataclasses.replace(SIZES, **changes)
+    s = candidates(sizes, 8, batch, fixed={axis: 8})
+    assert set(s.zero.tolist()) == {0, 1, 2, 3}
+    held = [state_bytes(sizes, s.take(s.zero == stage), HABITS["jaxtp"]).min() for stage in (0, 3)]
+    assert held[0] / held[1] > least
+    replicas = candidates(sizes, 16, 2 * batch, fixed={axis: 8, "dp": 2})
+    assert set(replicas.zero.tolist()) == {0}
 
 
 def test_those_that_fit_come_first_and_ties_go_to_the_simpler():

@@ -32,11 +32,11 @@ class Mesh:
 
     dp: int = -1
     """Replicas; -1 takes what the other axes leave. With `zero.stage` of 1 to 3 and no `fsdp`,
-    these are the devices that ZeRO shards over, as in DeepSpeed."""
+    these are the devices that ZeRO shards over, with those along `cp` and `ep`, as in DeepSpeed."""
 
     fsdp: int = 1
-    """Devices that the batch and, by `zero.stage`, the train state are sharded over; -1 as for
-    `dp`."""
+    """Devices that the batch and, by `zero.stage`, the train state are sharded over, the state over
+    `cp` and `ep` as well; -1 as for `dp`."""
 
     ep: int = 1
     """Devices that experts are sharded over, and the batch with them."""

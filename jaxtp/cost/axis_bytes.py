@@ -20,8 +20,8 @@ def axis_bytes(model: ModelSizes, s: Strategy) -> Mapping[str, float]:
 
     Args:
         model: Sizes.
-        s: One strategy, its fields numbers. Recomputing whole blocks under sequence parallelism,
-            and accumulation under ZeRO 2, are not described.
+        s: One strategy, its fields numbers; `cp` and `ep` of 1. Recomputing whole blocks under
+            sequence parallelism, and accumulation under ZeRO 2, are not described.
     """
     axes = {Axis.TP: _tensor(model, s), Axis.PP: _stages(model, s)}
     axes |= {axis: _data(model, s, axis) for axis in (Axis.FSDP, Axis.DP)}

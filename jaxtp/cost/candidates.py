@@ -54,7 +54,7 @@ def candidates(
     Left out is what jaxtp refuses or what cannot win: tp that cuts a head or leaves the NVLink
     domain, experts on more devices than a domain has or than divide them, sequences in pieces
     shorter than `LEAST_PIECE`, stages without layers, rounds that do not divide the layers, ZeRO
-    without a second shard, halves of a batch of one, gathers ahead of what nobody gathers.
+    with nothing to shard over, halves of a batch of one, gathers ahead of what nobody gathers.
 
     Args:
         model: Sizes.
@@ -102,7 +102,7 @@ def _batches(
     """How the rest of the devices shard the state, and in how many pieces the batch comes."""
     data = num_devices // math.prod(base.values())
     each = batch // data // base[Axis.EP]
-    for fsdp, zero in sharding(data):
+    for fsdp, zero in sharding(data, base[Axis.CP] * base[Axis.EP]):
         for micro_batches in divisors(each):
             sizes = {
                 Axis.DP.value: data // fsdp,
@@ -156,10 +156,12 @@ def _settings(
         }
 
 
-def sharding(data: int) -> Iterator[tuple[int, int]]:
-    """(fsdp, zero) for so many data-parallel devices."""
+def sharding(data: int, along: int = 1) -> Iterator[tuple[int, int]]:
+    """(fsdp, zero) for so many data-parallel devices, and so many along cp and ep."""
     yield 1, 0
-    yield from itertools.product(divisors(data)[1:], (1, 2, 3))
+    # Without fsdp a config shards over its replicas: `jaxtp.config.batch_sizes.resolve`.
+    sizes = divisors(data) if data == 1 and along > 1 else divisors(data)[1:]
+    yield from itertools.product(sizes, (1, 2, 3))
 
 
 def divisors(number: int) -> Sequence[int]:

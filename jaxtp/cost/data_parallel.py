@@ -85,14 +85,17 @@ def _kinds_here(
     """
     experts = expert_params_here(model, s)
     ways = zero_ways(s, habits)
+    # Neighbours are those along cp where ZeRO shards over it too, else those along fsdp.
+    along_cp = ways > np.asarray(s.fsdp)
+    inner = np.where(along_cp, inner_devices(s, Axis.CP), inner_devices(s, Axis.FSDP))
     plain = (layer_params_here(model, s) - experts, ways * s.ep, inner_devices(s, Axis.EP))
-    return [plain, (experts, ways, inner_devices(s, Axis.FSDP))][: 2 if model.experts else 1]
+    return [plain, (experts, ways, inner)][: 2 if model.experts else 1]
 
 
 def gather_seconds(
     model: ModelSizes, s: Strategy, wires: Wires, habits: Habits, forward: Number, backward: Number
 ) -> Number:
-    """Seconds that gathers and scatters over fsdp under ZeRO 3 add to a step.
+    """Seconds that gathers and scatters of parameters under ZeRO 3 add to a step.
 
     Every micro-batch gathers each block's parameters in the forward and in the backward pass, and
     scatters its gradients. Nothing hides the first gather and the last scatter.

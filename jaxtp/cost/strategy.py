@@ -179,7 +179,8 @@ class Strategy:
         ep: Devices that experts are sharded over; for everything else they are data parallel.
         micro_batch: Sequences of one micro-batch on one data-parallel device.
         micro_batches: Micro-batches of one step on one data-parallel device.
-        zero: What is sharded over `fsdp`: 0 nothing, 1 optimizer state, 2 gradients too, 3
+        zero: What is sharded over `fsdp`, over `ep` too but for experts, and over `cp` too as
+            `Habits.zero_along_cp` says: 0 nothing, 1 optimizer state, 2 gradients too, 3
             parameters too.
         recompute: A `Recompute`.
         sequence_parallel: Whether the residual stream is split along tp.

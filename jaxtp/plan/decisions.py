@@ -107,7 +107,8 @@ class Plan:
         overlap: How hard to hide communication: "off", "auto", or "aggressive", which interleaves
             two halves of the batch (`jaxtp.layers.interleaving`) and wants the compile options of
             that name.
-        zero: What the fsdp axis shards: 1 optimizer state, 2 also gradients, 3 also parameters.
+        zero: What fsdp, cp and ep shard (`MeshShape.zero`): 0 nothing, 1 optimizer state, 2 also
+            gradients, 3 also parameters.
         stages: How stacked layers are assigned along the pp axis; None without one.
         notes: Sentences about the plan altogether.
         inputs: One per array that the traced function takes beside the parameters: a cache, tokens;

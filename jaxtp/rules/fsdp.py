@@ -1,18 +1,19 @@
-"""ZeRO over the fsdp axis: which dim of each array it shards, on top of tensor parallelism.
+"""ZeRO over fsdp, cp and ep: which dim of each array they shard, on top of tensor parallelism.
 
-Devices along cp and ep have other tokens as well. What is replicated along them, of ep all but
-experts, is sharded over all of these axes together: 64 devices along ep would otherwise each hold
-all of attention.
+Devices along any of them have other tokens. What is replicated along them, of ep all but experts,
+is sharded over all of these axes together: 64 devices along ep would otherwise each hold all of
+attention.
 
 One rule serves all stages, since a moment, a gradient and its parameter have the same shape. The
 axes never shard a dim that counts layers: a loop over layers would then fetch each layer from the
 one group that holds it, instead of a piece from everybody.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 
-from jaxtp.errors import BadConfig
+from jaxtp.errors import BadConfig, join
 from jaxtp.mesh.axes import Axis, MeshShape
 from jaxtp.plan.decisions import ParamDecision
 from jaxtp.rules.resolve import Claim
@@ -74,19 +75,30 @@ def _spread(
     free = tuple(name for name in mesh.zero if name not in held)
     if not free or held & {*mesh.zero} - {mesh.name_of(Axis.EP)}:
         return decision  # the user or an annotation has put it there
-    # All that are free, else the first ones of them.
-    choices = [free[:count] for count in range(len(free), 0, -1)]
-    found = ((axes, _best_dim(decision, core, mesh, axes)) for axes in choices if core is not None)
-    over, dim = next((best for best in found if best[1] is not None), (free[:1], None))
-    axis = " x ".join(f"{axis}={mesh[axis]}" for axis in over)
+    named = {name: f"{name}={mesh[name]}" for name in free}
+    if core is None:
+        return decision.explained(f"{' x '.join(named.values())}: replicated, small")
+    found = ((axes, _best_dim(decision, core, mesh, axes)) for axes in _choices(mesh, free))
+    over, dim = next((best for best in found if best[1] is not None), ((), None))
     if dim is None:
-        why = "replicated, small" if core is None else "not divisible"
-        return decision.explained(f"{axis}: {why}")
+        return decision.explained(f"{' x '.join(named.values())}: not divisible")
     spec = tuple((*axes, *over) if d == dim else axes for d, axes in enumerate(decision.spec))
+    kept = {1: " of optimizer state", 2: " of optimizer state and gradient", 3: ""}[stage]
+    why = f"{' x '.join(named[name] for name in over)} on dim {dim}{kept}"
+    if rest := [named[name] for name in free if name not in over]:
+        why += f", not divisible over {join(rest)} as well"
     if stage == 3:
-        return decision.explained(f"{axis} on dim {dim}", spec=spec)
-    what = "optimizer state" if stage == 1 else "optimizer state and gradient"
-    return decision.explained(f"{axis} on dim {dim} of {what}", state_spec=spec)
+        return decision.explained(why, spec=spec)
+    return decision.explained(why, state_spec=spec)
+
+
+def _choices(mesh: MeshShape, free: Sequence[str]) -> list[tuple[str, ...]]:
+    """Axes to shard an array over together, the most devices first, then in the mesh's order."""
+    counts = range(len(free), 0, -1)
+    found = [axes for count in counts for axes in itertools.combinations(free, count)]
+    shards = [axes for axes in found if mesh.ways(axes) > 1] or found[:1]
+    order = lambda axes: [free.index(name) for name in axes if mesh[name] > 1]  # noqa: E731
+    return sorted(shards, key=lambda axes: (-mesh.ways(axes), order(axes)))
 
 
 def _best_dim(

@@ -207,8 +207,10 @@ def refuse_too_large(config: Config, plan: Plan, target: Target, held: int) -> N
     card = target.device.memory_bytes
     if held <= card:
         return
-    ways = config.mesh.dp * config.mesh.fsdp
-    sharded = f"zero.stage=3 with mesh.fsdp={ways}, " if ways > 1 and plan.zero < 3 else ""
+    data = config.mesh.dp * config.mesh.fsdp
+    sharded = ""
+    if plan.zero < 3 and data * config.mesh.cp * config.mesh.ep > 1:
+        sharded = f"zero.stage=3{f' with mesh.fsdp={data}' if data > 1 else ''}, "
     raise DoesNotFit(
         f"parameters and optimizer state take {held / GIB:,.1f} GiB of each GPU, before any "
         f"activation; {target.device.name} has {card / GIB:,.1f} GiB",

@@ -30,7 +30,7 @@ SUM_BYTES = 4
 """Bytes of a gradient that micro-batches are summed in: float32 (`jaxtp.train.update`)."""
 
 DIMS = ("rows", "columns", "depth", "count")
-"""Sizes of a `EqualProducts`, one of which the batch multiplies."""
+"""Sizes of an `EqualProducts`, one of which the batch multiplies."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
