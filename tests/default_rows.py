@@ -57,6 +57,7 @@ DEFAULT_ROWS: dict[str, tuple[str, ...]] = {
     "test_every_way_gives_the_same_numbers": ("by_slices-tokens1-True", "grouped-tokens4-False"),
     "test_experts_and_shared_sequences_on_one_mesh": ("False",),
     "test_layers_with_dropout_drop_what_one_device_drops": ("dots",),
+    "test_placed_parameters_and_an_ambient_explicit_mesh": ("False",),
     "test_it_composes_with_what_jax_offers": ("few key heads",),
     "test_gradients_by_jax_by_nnx_and_by_row_agree": ("llama",),
     "test_optimizer_state_lies_where_the_stage_wants_it": ("0", "2"),

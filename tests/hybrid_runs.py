@@ -35,8 +35,8 @@ def rows(meshes):
     """Llama on every mesh with each ZeRO stage and one or four micro-batches; GPT-2 with the ends.
 
     What a stage of ZeRO shards and what micro-batches add up is the same code for any model; what
-    differs between models meets each mesh in both. Without an fsdp axis ZeRO has nothing to shard,
-    and the programs of all stages are one.
+    differs between models meets each mesh in both. Without an axis of ZeRO there is nothing to
+    shard, and the programs of all stages are one.
     """
     found = []
     for model in MODELS:

@@ -37,7 +37,7 @@ TARGETS = {
         {"tp": 4, "pp": 2},
         {"stages": Stages.even(5, 2, micro_batches=2, num_rounds=2)},
     ),
-    "ep2 cp2 tp2": ({"ep": 2, "cp": 2, "tp": 2}, {}),
+    "ep2 cp2 tp2, ZeRO 3": ({"ep": 2, "cp": 2, "tp": 2}, {"zero": 3}),
     "1 device": ({"tp": 1, "devices": 1}, {}),
 }
 

@@ -161,11 +161,12 @@ def test_a_function_that_is_not_finite_on_one_device_is_no_bug_of_jaxtp():
         verify(fn, params, (jnp.ones((4, 8)),), jaxtp.make_mesh(tp=8), show=QUIET)
 
 
-def test_placed_parameters_and_an_ambient_explicit_mesh():
+@pytest.mark.parametrize("gradients", [False, True])
+def test_placed_parameters_and_an_ambient_explicit_mesh(gradients):
     mesh = jax.make_mesh(
         (1, 4), ("dp", "tp"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[:4]
     )
     model = jaxtp.shard(Decoder(nnx.Rngs(0)), mesh)
     with jax.set_mesh(mesh):
-        result = verify(None, model, (X,), mesh, gradients=False, show=QUIET)
+        result = verify(None, model, (X,), mesh, gradients=gradients, show=QUIET)
     assert len(result.rows) == 3
