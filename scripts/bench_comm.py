@@ -466,7 +466,7 @@ def memory(compiler: Compiler) -> Section:
 def _layer_seconds(report: Report) -> float:
     """Modelled seconds of one more layer: one of the later turns of the layer loops."""
     schedule = report.schedule
-    work = sum(one.seconds for one in schedule.products if one.repeat > 1)
+    work = sum(one.seconds for one in schedule.work if one.repeat > 1)
     return work + sum(one.exposed for one in schedule.windows if one.repeat > 1)
 
 

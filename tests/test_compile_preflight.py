@@ -121,7 +121,7 @@ def test_time_and_overlap():
     waits = sum(row.exposed_seconds for row in report.collectives)
     # Products this narrow run far below the sustained rate.
     assert report.product_seconds > report.flops_per_device / 700e12
-    other = sum(p.seconds * p.repeat for p in report.schedule.products if not p.flops)
+    other = sum(p.seconds * p.repeat for p in report.schedule.work if not p.flops)
     assert report.step_seconds_modelled == pytest.approx(report.product_seconds + other + waits)
     lanes = {box["lane"] for box in report.schedule.timeline()}
     assert lanes == {"compute", "NVLink", "network"}

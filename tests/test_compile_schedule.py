@@ -219,7 +219,7 @@ def test_every_second_is_work_or_waiting(file):
     module = parse(file.read_text())
     collectives = find(module, {"dp": 2, "tp": 4})
     schedule = simulate(module, collectives, TARGET)
-    work = sum(one.seconds * one.repeat for one in schedule.products)
+    work = sum(one.seconds * one.repeat for one in schedule.work)
     assert schedule.seconds == pytest.approx(work + schedule.exposed())
     assert 0 <= schedule.hidden_share() <= 1
     runs = sum(one.repeat for one in schedule.windows)

@@ -107,8 +107,8 @@ def _picked_from(module: Module, computation: Computation, one: Instruction) -> 
         return []
     sizes = [int(size) for size in re.findall(r"\d+", one.attribute("slice_sizes"))]
     table = computation.instructions[one.operands[0]]
-    rows = sum(size > 1 for size in sizes)
-    if rows < 2 or one.num_bytes <= table.num_bytes:
+    num_dims = sum(size > 1 for size in sizes)
+    if num_dims < 2 or one.num_bytes <= table.num_bytes:
         return []
     while table.opcode == "parameter" and computation is not module.entry:
         callers = [c for c in module.callers[computation.name] if c[1].opcode == "fusion"]

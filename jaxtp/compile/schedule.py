@@ -82,17 +82,17 @@ class Schedule:
     Attributes:
         seconds: The modelled step.
         windows: Every collective; a loop's first turn and the later ones are two entries.
-        products: The work on the compute clock, in order, repeated likewise.
+        work: What runs on the compute clock, in order, repeated likewise.
     """
 
     seconds: float
     windows: tuple[Window, ...]
-    products: tuple[ComputeWindow, ...]
+    work: tuple[ComputeWindow, ...]
 
     @property
     def flops(self) -> float:
         """FLOPs of the matrix products that one device runs per step, recomputation included."""
-        return sum(product.flops * product.repeat for product in self.products)
+        return sum(one.flops * one.repeat for one in self.work)
 
     def communication(self, keep: Callable[[Collective], bool] = lambda _: True) -> float:
         """Seconds per step that the collectives that `keep` selects take, one by one."""
@@ -113,7 +113,7 @@ class Schedule:
     @property
     def product_seconds(self) -> float:
         """Seconds per step of the matrix products alone."""
-        return sum(one.seconds * one.repeat for one in self.products if one.flops)
+        return sum(one.seconds * one.repeat for one in self.work if one.flops)
 
     def timeline(self) -> list[dict[str, Any]]:
         """All clocks as boxes to draw, in order of their start.
@@ -131,7 +131,7 @@ class Schedule:
                 "exposed": 0.0,
                 "repeat": one.repeat,
             }
-            for one in self.products
+            for one in self.work
         ]
         moves = [
             {
@@ -172,7 +172,7 @@ def simulate(
     sites = {(one.computation, one.start): one for one in collectives}
     walk = _Walk(module, sites, target)
     walk.run(module.entry, repeat=1)
-    return Schedule(seconds=walk.clock, windows=tuple(walk.windows), products=tuple(walk.products))
+    return Schedule(seconds=walk.clock, windows=tuple(walk.windows), work=tuple(walk.done))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -223,16 +223,16 @@ class _Walk:
         # Of every transfer so far: how long the compute clock has waited while it moved.
         self.waits: list[float] = []
         self.windows: list[Window] = []
-        self.products: list[ComputeWindow] = []
+        self.done: list[ComputeWindow] = []
 
     def run(self, computation: Computation, repeat: int) -> None:
         """Launches a computation's instructions once; each result stands for `repeat` runs."""
-        # done instruction -> (collective, its transfer, products launched before it)
+        # done instruction -> (collective, its transfer, work launched before it)
         pending: dict[str, tuple[Collective, _Transfer, int]] = {}
         for instruction in computation:
             if collective := self.sites.get((computation.name, instruction.name)):
                 moving = self.transfer(collective)
-                pending[collective.done] = (collective, moving, len(self.products))
+                pending[collective.done] = (collective, moving, len(self.done))
             else:
                 self.compute(computation, instruction, repeat)
             if waiting := pending.pop(instruction.name, None):
@@ -261,7 +261,7 @@ class _Walk:
             self.waits[one.number] += until - max(one.start, self.clock)
             one, until = one.behind, one.start
         self.clock = max(self.clock, moving.end)
-        inside = tuple(one for one in self.products[before:] if one.flops)
+        inside = tuple(one for one in self.done[before:] if one.flops)
         self.windows.append(
             Window(
                 collective=collective,
@@ -298,7 +298,7 @@ class _Walk:
             moved = memory_bytes(self.module, computation, instruction)
             seconds = moved / (COMPILED_MEMORY_SHARE * device.hbm_bandwidth)
         if seconds:
-            self.products.append(
+            self.done.append(
                 ComputeWindow(
                     name=instruction.name,
                     op_name=instruction.op_name,
@@ -324,7 +324,7 @@ class _Walk:
         walks: list[_Walk] = []
         for body in bodies:
             walk = copy.copy(self)
-            walk.windows, walk.products = list(self.windows), list(self.products)
+            walk.windows, walk.done = list(self.windows), list(self.done)
             walk.free, walk.waits = dict(self.free), list(self.waits)
             walk.run(body, repeat)
             walks.append(walk)

@@ -124,7 +124,7 @@ def test_a_compiled_step_is_a_heat_map_and_a_timeline(browser, compiled):
     most = max(coloured, key=lambda c: float(c.text.replace(",", "")))
     assert most.value_of_css_property("background-color") != "rgba(0, 0, 0, 0)"
     bars = browser.find_elements(By.CSS_SELECTOR, "svg.timeline rect")
-    assert len(bars) >= len(report.schedule.products) + len(report.schedule.windows)
+    assert len(bars) >= len(report.schedule.work) + len(report.schedule.windows)
     assert all(bar.is_displayed() and bar.size["width"] > 0 for bar in bars[:20])
     assert not [e for e in browser.get_log("browser") if e["level"] == "SEVERE"]
 

@@ -65,7 +65,7 @@ def _cell(sent: float, most: float) -> str:
 def timeline(report: Report) -> str:
     """An SVG with a lane of work and one for each link; one turn stands for a loop."""
     schedule = report.schedule
-    bars = [_product(p) for p in schedule.products] + [_window(w) for w in schedule.windows]
+    bars = [_product(p) for p in schedule.work] + [_window(w) for w in schedule.windows]
     height = 4 + LANE * (1 + len(LINKS))
     place, gaps, total = _axis([(b.start, b.start + b.seconds) for b in bars])
     scale = WIDTH / total
