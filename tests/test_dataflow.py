@@ -1,5 +1,8 @@
 """The plan read from the model: `make_plan(fn=, inputs=)`, beside and above the names."""
 
+import collections
+import types
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -37,6 +40,22 @@ def test_a_linen_module_is_traced_with_or_without_its_params_key():
         assert plan[f"{prefix}Dense_1/kernel"].partition_spec == P(None, "tp")
         assert plan[f"{prefix}Dense_0/kernel"].partition_spec == P("tp")
         assert "test_dataflow.py" in plan[f"{prefix}Dense_0/kernel"].reasons[-1]
+
+
+def test_a_pair_of_init_and_apply_is_traced_and_what_only_applies_is_refused():
+    module, x = Backwards(), shape(2, 256)
+    variables = jax.eval_shape(module.init, jax.random.key(0), x)
+    pair = collections.namedtuple("Pair", ["init", "apply"])(
+        module.init, lambda v, x: module.apply(v, x)
+    )
+    plan = jaxtp.make_plan(variables, {"tp": 4}, fn=pair, inputs=(x,))
+    assert plan["params/Dense_1/kernel"].partition_spec == P(None, "tp")
+    with pytest.raises(BadTree, match=r"TP046 at inputs: .*given 2 inputs after the parameters"):
+        jaxtp.make_plan(variables, {"tp": 4}, fn=pair, inputs=(x, x))
+    with pytest.raises(BadTree, match="TP046 at inputs: fn takes v, x, and"):
+        jaxtp.make_plan(variables, {"tp": 4}, fn=pair)
+    with pytest.raises(BadTree, match=r"TP046 at fn: .*cannot be called"):
+        jaxtp.make_plan(variables, {"tp": 4}, fn=types.SimpleNamespace(apply=len), inputs=(x,))
 
 
 @pytest.mark.parametrize("name", ["llama3-8b", "gpt2", "qwen3-8b"])

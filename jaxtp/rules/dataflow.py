@@ -73,18 +73,31 @@ def check_inputs(inputs: Any) -> None:
         )
 
 
+def _is_module(fn: Any) -> bool:
+    return hasattr(fn, "apply") and hasattr(fn, "init")
+
+
+def _called(fn: Any) -> tuple[Any, bool]:
+    """What has the signature of a call, and whether the parameters are its first argument.
+
+    A pair of functions `(init, apply)`, as Haiku has it, cannot be called itself.
+    """
+    if not _is_module(fn):
+        return fn, True
+    return (fn.__call__, False) if callable(fn) else (fn.apply, True)
+
+
 def _check_needs_no_inputs(fn: Any) -> None:
     """Refuses a function of more than the parameters where there are no inputs."""
-    is_module = hasattr(fn, "apply") and hasattr(fn, "init")
+    call, takes_params = _called(fn)
     needed: list[str] = []
     with contextlib.suppress(TypeError, ValueError):  # some callables have no signature
-        call: Any = fn.__call__ if is_module else fn
         needed = [
             p.name
             for p in inspect.signature(call).parameters.values()
             if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
         ]
-    if len(needed) > (0 if is_module else 1):
+    if len(needed) > takes_params:
         raise BadTree(
             f"fn takes {join(needed)}, and no inputs are given",
             where="inputs",
@@ -99,19 +112,18 @@ def _check_takes(fn: Any, params: PyTree, inputs: Sequence[Any]) -> None:
     Raises:
         BadTree: TP046.
     """
-    is_module = fn is None or (hasattr(fn, "apply") and hasattr(fn, "init"))
-    call: Any = (params if fn is None else fn).__call__ if is_module else fn
+    call, takes_params = (params, False) if fn is None else _called(fn)
     try:
         signature = inspect.signature(call)
     except (TypeError, ValueError):  # some callables have none
         return
     try:
-        signature.bind(*(inputs if is_module else (params, *inputs)))
+        signature.bind(*((params, *inputs) if takes_params else inputs))
     except TypeError as err:
         name = getattr(fn, "__name__", type(params if fn is None else fn).__name__)
         raise BadTree(
             f"{name} takes {signature} and is given {len(inputs)} "
-            f"input{'s' * (len(inputs) != 1)}{'' if is_module else ' after the parameters'}: {err}",
+            f"input{'s' * (len(inputs) != 1)}{' after the parameters' * takes_params}: {err}",
             where="inputs",
             fix="a tuple with one entry for each argument after the parameters; flags and what "
             "is given by name go into a function of yours: fn=lambda params, x: ...",
@@ -133,7 +145,7 @@ def forward(fn: Any, params: PyTree, inputs: Sequence[Any] | None = None) -> Cal
         if inputs is not None:
             _check_takes(None, params, inputs)
         return lambda module, *args: module(*args)
-    if not callable(fn) and not hasattr(fn, "apply"):
+    if not callable(fn) and not _is_module(fn):
         raise BadTree(
             f"fn is a {type(fn).__name__}, which cannot be called",
             where="fn",
@@ -145,7 +157,7 @@ def forward(fn: Any, params: PyTree, inputs: Sequence[Any] | None = None) -> Cal
     if inputs is not None:
         _check_takes(fn, params, inputs)
     model: Any = fn
-    if hasattr(model, "apply") and hasattr(model, "init"):
+    if _is_module(model):
         wrapped = "params" in params
         return lambda tree, *args: model.apply(tree if wrapped else {"params": tree}, *args)
     return fn
