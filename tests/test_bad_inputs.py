@@ -177,7 +177,7 @@ def table():
         yield f"budget {bad!r}", lambda bad=bad: plan(replicated_budget=bad), "TP020"
     for bad in ("pad", "", None, 4, "FACTOR"):
         yield f"policy {bad!r}", lambda bad=bad: plan(policy=bad), "TP020"
-    for bad in (4, -1, "3", None, 2.5):
+    for bad in (4, -1, "3", True, 2.5):
         yield f"zero {bad!r}", lambda bad=bad: plan(zero=bad), "TP020"
     for bad in NO_INPUTS:
         yield f"inputs {bad!r:.12}", lambda bad=bad: plan(fn=loss, inputs=bad), "TP046"
@@ -340,7 +340,7 @@ def table():
     )
     for bad in (0, -1, 2.5, "3", None):
         yield f"keep_last={bad!r}", lambda b=bad: jaxtp.Checkpoints("a", keep_last=b), "TP020"
-    for bad in ([1], {1: 2}, {"a": [{2: 3}]}):
+    for bad in ([1], {1: 2}, {"a": [{2: 3}]}, {"a": ({2: 3},)}):
         yield f"extra={bad!r}", lambda b=bad: FOLDER.save(1, TREE, extra=b), "TP090"
     yield "an empty state", lambda: FOLDER.save(1, {}), "TP090"
     yield (
@@ -349,7 +349,7 @@ def table():
         "TP090",
     )
     yield "text in a state", lambda: FOLDER.save(1, {"a": "x"}), "TP046"
-    yield "a donated state", lambda: FOLDER.save(1, donated()), "TP090"
+    yield "a donated state", lambda: FOLDER.save(1, donated()), "TP133"
     yield "donated parameters", lambda: jaxtp.shard(donated(), mesh()), "TP133"
     yield "donated, to the host", lambda: jaxtp.unshard(donated()), "TP133"
     yield "no such step", lambda: FOLDER.restore(TREE, step=4), "TP090"

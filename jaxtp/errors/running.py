@@ -69,10 +69,13 @@ class BadStages(JaxtpError, ValueError):
 class BadCheckpoint(JaxtpError, ValueError):
     """A checkpoint is missing, half-written or damaged, or could not be written.
 
+    Nor can one be made of a state without arrays, of shapes without numbers, of a step that is no
+    count, or with an `extra` that JSON would change.
     Why it matters: a run that started anew in silence would lose what it had learned. A damaged
     checkpoint is skipped with a warning as long as there is an older one that can be read.
     Fix: the message names the folder and what is wrong with it; where none can be read, choose
-    another folder or repair the disk.
+    another folder or repair the disk. Save the arrays themselves, and an `extra` of numbers, text,
+    lists and dicts with text as keys.
     """
 
     code = "TP090"
@@ -247,9 +250,12 @@ class BadUsage(JaxtpError, ValueError):
 class BadStep(JaxtpError, TypeError):
     """A train step does not return the state that it was given: other arrays, shapes or types.
 
+    Or it cannot be called with what it is given, its metrics are no numbers, or an array was given
+    to an earlier step, which took over its memory.
     Why it matters: the new state could not take the old one's place, and every step would compile
     again.
-    Fix: return `(state, metrics)` or `state`; cast updated parameters back to their own type.
+    Fix: return `(state, metrics)` or `state`; cast updated parameters back to their own type. Go on
+    with the state that the step returned, or make the step with `donate=False`.
     """
 
     code = "TP133"

@@ -24,6 +24,7 @@ from jaxtp.io.checkpoint_arrays import StoredArray, damaged
 from jaxtp.io.fingerprint import fingerprints
 from jaxtp.mesh.axes import is_count
 from jaxtp.mesh.build import auto_context
+from jaxtp.placement.arrays import refuse_donated
 from jaxtp.placement.train_state import Overrides
 from jaxtp.plan.decisions import Plan, check_plan
 from jaxtp.plan.trees import PyTree, leaves, map_with_path, shape_dtype
@@ -118,8 +119,9 @@ class Checkpoints:
 
         Raises:
             BadCheckpoint: TP090, if the step is no count, `extra` is not JSON, the state has no
-                array, or one that was donated, there are checkpoints of this or later steps and
-                none was restored, or if this one or the one before it cannot be written.
+                array, there are checkpoints of this or later steps and none was restored, or if
+                this one or the one before it cannot be written.
+            BadStep: TP133, if an array was donated to a step.
             BadTree: TP046, if a leaf is no array.
         """
         _check_note(step, extra)
@@ -326,7 +328,9 @@ def _keys(value: Any) -> list[Any]:
     """The keys of all mappings in what JSON can hold."""
     if isinstance(value, Mapping):
         return [*value, *(key for inner in value.values() for key in _keys(inner))]
-    return [key for inner in value for key in _keys(inner)] if isinstance(value, list) else []
+    if isinstance(value, list | tuple):
+        return [key for inner in value for key in _keys(inner)]
+    return []
 
 
 def _check_arrays(found: Mapping[str, Any]) -> None:
@@ -339,12 +343,7 @@ def _check_arrays(found: Mapping[str, Any]) -> None:
             raise BadCheckpoint(
                 "a struct has a shape and no numbers", where=path, fix="save the arrays"
             )
-        if isinstance(leaf, jax.Array) and leaf.is_deleted():
-            raise BadCheckpoint(
-                "the array was given to a step, which took over its memory",
-                where=path,
-                fix="save the state that the step returned",
-            )
+    refuse_donated(found)
 
 
 def _fingerprints(found: Mapping[str, Any]) -> dict[str, int]:

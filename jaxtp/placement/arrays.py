@@ -120,7 +120,7 @@ def place(flat: FlatTree, found: Mapping[str, Slot], mesh: Mesh | AbstractMesh) 
     Raises:
         BadStep: TP133, before anything moves, for an array that a step has taken over.
     """
-    _refuse_donated(flat)
+    refuse_donated(flat.values)
     places = {path: NamedSharding(mesh, partition_spec(slot.spec)) for path, slot in found.items()}
     with auto_context():
         return flat.like(put(leaf, places[path], found[path]) for path, leaf in flat.values.items())
@@ -257,7 +257,7 @@ def unshard(tree: PyTree, plan: Plan | None = None) -> PyTree:
     if plan is not None:
         check_plan(plan)
     flat = FlatTree.of(tree)
-    _refuse_donated(flat)
+    refuse_donated(flat.values)
     found = {} if plan is None else slots(flat.shapes(), plan)
 
     def fetch(path: str, leaf: Any) -> Any:
@@ -270,8 +270,16 @@ def unshard(tree: PyTree, plan: Plan | None = None) -> PyTree:
         return flat.like(fetch(path, leaf) for path, leaf in flat.values.items())
 
 
-def _refuse_donated(flat: FlatTree) -> None:
-    for path, leaf in flat.values.items():
+def refuse_donated(found: Mapping[str, Any]) -> None:
+    """Refuses arrays that are gone.
+
+    Args:
+        found: Path -> leaf.
+
+    Raises:
+        BadStep: TP133, if an array was donated to a step.
+    """
+    for path, leaf in found.items():
         if isinstance(leaf, jax.Array) and leaf.is_deleted():
             raise BadStep(
                 "the array was given to a step, which took over its memory",

@@ -362,7 +362,10 @@ def _successors(
 
 
 def _check_own(plan: Plan, state: PyTree) -> None:
-    """Refuses a plan of another model, whose constraints would mean nothing in the step."""
+    """Refuses a plan of which nothing is in the state.
+
+    One shape in common is enough: adapters and a few norms may train, and all else stand elsewhere.
+    """
     shapes = {np.shape(leaf) for _, leaf in leaves(state)}
     if not any({d.shape, d.stored} & shapes for d in plan.decisions):
         raise PlanMismatch(
