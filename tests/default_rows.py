@@ -77,7 +77,6 @@ DEFAULT_ROWS: dict[str, tuple[str, ...]] = {
     "test_the_gpu_program_sends_two_messages_a_layer": (
         "fewer kv heads", "gpt2", "mamba", "linen",
     ),
-    "test_scanned_with_a_loss_inside": (),
     "test_unrolled_with_the_loss_outside": ("dp2-tp4",),
     "test_damaged_weights_are_named_and_leave_nothing": ("missing", "another shape", "NaN"),
     # Long: what they show is shown in small by others, of the same file or of the legs.
@@ -89,6 +88,7 @@ DEFAULT_ROWS: dict[str, tuple[str, ...]] = {
     "test_a_bf16_program_is_held_to_the_digits_it_has": (),
     "test_remat_policies_trade_memory_and_keep_gradients": (),
     "test_loss_scale_changes_no_number": (),
+    "test_two_pieces_stay_two_messages_on_gpus": (),
     "test_adapters_add_no_collective_and_little_to_each": (),
     "test_the_compiled_program_runs_as_many": (),
     "test_sequence_parallelism_moves_a_quarter_more_in_blocks_and_needs_no_permutes": (),

@@ -1,5 +1,6 @@
 """Experts work on the tokens that chose them: the numbers of the plain loop over experts."""
 
+import collections
 import dataclasses
 import functools
 
@@ -210,11 +211,11 @@ HOSTED = dataclasses.replace(
 )
 
 
-def compiled(sizes):
+def compiled(sizes, config=HOSTED):
     """Collectives and matrix FLOPs of one device in a step on GPUs that are not there."""
     mesh = programs.mesh_of_gpus(sizes)
-    graph, params = nnx.split(jaxtp.models.abstract(HOSTED))
-    plan = jaxtp.make_plan(params, mesh, config=HOSTED)
+    graph, params = nnx.split(jaxtp.models.abstract(config))
+    plan = jaxtp.make_plan(params, mesh, config=config)
     tx = optax.sgd(1.0)
     state = jax.eval_shape(lambda params: init_state(params, tx, Precision()), params)
     state = jaxtp.shard(state, mesh, plan=plan)
@@ -227,7 +228,7 @@ def compiled(sizes):
         matmul_flops(module, computation, instruction) * module.counts[computation.name]
         for computation in module.computations.values()
         for instruction in computation
-        if "ecd,edf" in instruction.op_name or "ecf,efd" in instruction.op_name
+        if "eci,eio->eco" in instruction.op_name
     )
     return find(module, sizes), flops
 
@@ -257,6 +258,23 @@ def test_compiled_for_gpus_two_all_to_alls_or_none_and_no_gather(sizes):
     # Three products forward and six backward, over what this device's experts have room for.
     width = HOSTED.hidden_size * HOSTED.intermediate_size
     assert flops == pytest.approx(9 * 2 * rows * width * layers, rel=1e-6)
+
+
+def test_two_pieces_stay_two_messages_on_gpus(monkeypatch):
+    """XLA combines them neither with each other nor with what else the experts send."""
+    monkeypatch.setattr(layer_experts, "LEAST_BYTES", 1)
+    # Another capacity, since what JAX has traced it does not trace again under another bound.
+    config = dataclasses.replace(HOSTED, capacity_factor=1.5)
+    collectives, _ = compiled({"ep": 4, "tp": 2}, config)
+    sent = collections.Counter[int]()
+    for one in collectives:
+        if one.kind == "all-to-all":
+            sent[one.num_bytes] += one.count
+    # Rows of one piece on a device, of the experts of one of the two devices along tp.
+    rows = BATCH * 256 // 4 * CHOSEN * 1.5 / 2 / layer_experts.PIECES
+    # Two pieces of the tokens twice each way, and of their weights once.
+    layers = config.num_hidden_layers
+    assert sent == {rows * config.hidden_size * 2: 8 * layers, rows * 4: 4 * layers}
 
 
 def routing(**options):

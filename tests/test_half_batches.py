@@ -37,7 +37,7 @@ def with_loss(model, params, ids):
 
 
 def test_scanned_with_a_loss_inside():
-    model = Model(Block(fused=True))  # few key heads and remat: test_ahead
+    model = Model(Block(fused=True), remat=True)
     ids = jax.random.randint(jax.random.key(1), (BATCH, TOKENS), 0, 1024)
     params = model.init(jax.random.key(0), ids)
     loss = functools.partial(with_loss, model)
