@@ -71,7 +71,8 @@ def test_constants_counts_and_stacked_results_of_a_scan():
     x, memory = (jax.random.normal(key, (BATCH, TOKENS, WIDTH)) for key in keys[2:])
     placed, given, number, said = placed_on(everything, params, x, memory, fsdp=8, tp=1)
     assert number > 3
-    assert not said
+    assert len(said) == 1
+    assert "no loop gathers them ahead: shared\n" in said[0]
     steps = [jax.jit(jax.value_and_grad(fn, (0, 1, 2))) for fn in (placed, everything)]
     got, want = steps[0](*given), steps[1](params, x, memory)
     assert_close(jax.tree.leaves(got), jax.tree.leaves(want), BATCH * TOKENS * WIDTH)
@@ -152,3 +153,69 @@ def test_gradients_without_jit_and_of_custom_rules(fn):
     for transform in (lambda g: g, jax.jit):
         got = transform(jax.grad(placed, (0, 1)))(*given)
         assert_close(jax.tree.leaves(got), jax.tree.leaves(want), 64 * 16)
+
+
+def mlp(x, w):
+    return x + jax.nn.relu(x @ w["up"]) @ w["down"], None
+
+
+def column(x, w):
+    return x + jnp.sin(x @ w["up"]).mean(-1, keepdims=True), None
+
+
+def in_pairs_of_rows(params, x):
+    if x.shape[0] < 2:
+        raise ValueError("needs pairs")
+    return jax.lax.scan(mlp, x, params)[0]
+
+
+def shared_by_all_turns(params, x):
+    return jax.lax.scan(lambda x, _: mlp(x, jax.tree.map(lambda w: w[0], params)), x, length=3)[0]
+
+
+def beside_others(params, x):
+    x, rest = jax.lax.scan(mlp, x, params["loop"])[0], params["rest"]
+    x = jax.lax.cond(x.sum() > 0, lambda x: jax.lax.scan(mlp, x, rest)[0], lambda x: x, x)
+    return jax.lax.scan(column, x, params["column"])[0]
+
+
+STACKS = {"up": jnp.ones((3, 16, 64)) / 16, "down": jnp.ones((3, 64, 16)) / 16}
+MIXED = {"loop": STACKS, "rest": STACKS, "column": {"up": STACKS["up"]}}
+HALVES, WHOLE = 10, 4
+"""Barriers of one loop over `mlp`."""
+
+
+@pytest.mark.parametrize(
+    ("fn", "params", "rows", "barred", "notes"),
+    [
+        (in_pairs_of_rows, STACKS, 16, HALVES, []),
+        (in_pairs_of_rows, STACKS, 8, WHOLE, ["on half of one replica's part of the batch: nee"]),
+        (in_pairs_of_rows, STACKS, 12, WHOLE, ["3 rows on each replica are not divisible"]),
+        (shared_by_all_turns, STACKS, 8, 0, ["no loop gathers them ahead: down, up"]),
+        (
+            beside_others,
+            MIXED,
+            16,
+            HALVES + WHOLE,
+            ["no loop gathers them ahead: rest/down, rest/up\n", "no sum over tp can be taken"],
+        ),
+    ],
+)
+def test_what_is_said_of_loops_that_stay_or_do_not_halve(fn, params, rows, barred, notes):
+    _, _, number, said = placed_on(fn, params, jnp.ones((rows, 4, 16)), fsdp=4, tp=2)
+    assert number == barred
+    assert len(said) == len(notes)
+    assert all(note in text for note, text in zip(notes, said, strict=True))
+
+
+@pytest.mark.parametrize(("tokens", "is_gathered"), [(1, False), (32, True)])
+def test_a_table_is_gathered_where_as_much_is_taken_from_it(tokens, is_gathered):
+    def fn(params, ids):
+        return jax.lax.scan(mlp, params["table"][ids], params["loop"])[0]
+
+    params, ids = {"table": jnp.ones((256, 16)), "loop": STACKS}, jnp.zeros((8, tokens), int)
+    placed, given, number, said = placed_on(fn, params, ids, fsdp=8, tp=1)
+    assert number == WHOLE
+    assert not said
+    compiled = jax.jit(placed).lower(*given).compile().as_text()
+    assert ("f32[256,16]" in compiled) is is_gathered

@@ -165,7 +165,7 @@ def test_what_mixes_the_batch_runs_on_all_of_it(kind):
     ("rows", "sizes", "why"),
     [
         (6, {"dp": 2, "tp": 4}, "6 sequences on 2 replicas"),
-        (8, {"fsdp": 2, "tp": 4}, "sharded over fsdp"),
+        (8, {"fsdp": 2, "tp": 4}, "sharded over fsdp, and no loop gathers them ahead"),
         (1, {"tp": 8}, "no input leads with rows of the batch (shapes (1, 6, 32))"),
     ],
 )

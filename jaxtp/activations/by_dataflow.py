@@ -11,8 +11,8 @@ constraints where the dataflow says that they matter:
 XLA would often find the same by itself; in loops, in backward passes and around norms it does not.
 """
 
-import functools
 from collections.abc import Callable
+from functools import partial, wraps
 from typing import Any, Literal, TypeVar, cast
 
 import jax
@@ -49,9 +49,10 @@ def parallelize(
 ) -> F:
     """`fn` with activation constraints placed by its dataflow.
 
-    It takes and returns what `fn` does and may be jitted, differentiated (along cp in reverse mode
-    only), vmapped or scanned. It is traced once more each time that it is traced. Where the plan
-    has nothing to say, nothing is added.
+    It takes and returns what `fn` does and may be jitted, differentiated (in reverse mode only
+    along cp, and where `overlap="aggressive"` gathers weights ahead), vmapped or scanned. It is
+    traced once more each time that it is traced. Where the plan has nothing to say, nothing is
+    added.
 
     Args:
         fn: `fn(params, *inputs)`, a pure function; `params` is any tree that `make_plan` takes,
@@ -72,9 +73,11 @@ def parallelize(
             number of rows on each replica. Warns with the text of TP073 where nothing, or not all
             products, can take turns. Where the batch axes shard weights, scans that slice them
             gather those of the next turn beside each turn, once each way, and reduce gradients
-            likewise, for one more layer of gathered weights; what stands outside of such scans,
-            unrolled layers among it, runs as with "auto". A custom derivative rule is taken to
-            treat rows alone where its function does.
+            likewise, for one more layer of gathered weights (of nested scans, one more turn of the
+            outermost that slices them); what stands outside of such scans, unrolled layers among
+            it, runs as with "auto". A token table is gathered whole where all replicas take at
+            least as much from it as it holds. A custom derivative rule is taken to treat rows alone
+            where its function does.
 
     Raises:
         BadOption: If `overlap` is neither of the two.
@@ -96,7 +99,7 @@ def parallelize(
         )
     told = Told()
 
-    @functools.wraps(fn)
+    @wraps(fn)
     def placed(params: Any, *inputs: Any, **keywords: Any) -> Any:
         refuse_explicit_context()
         objects = {name: value for name, value in keywords.items() if has_objects(value)}
@@ -125,8 +128,8 @@ def parallelize(
         placer = Placer(analysis, plan, own_mesh(mesh, plan.mesh))
         results, notes = None, list[str]()
         if overlap == "aggressive":
-            run = overlapped if shards_weights(placer, paths) else on_halves
-            results, notes = run(placer, pure, closed, paths, parts, keywords)
+            run = overlapped if shards_weights(placer, paths) else partial(on_halves, closed=closed)
+            results, notes = run(placer, pure, paths, parts, keywords)
         if results is None:
             weights, others = map(jax.tree.leaves, parts)
             results = placer.run(analysis.scope, [*weights, *placer.inputs(others)])

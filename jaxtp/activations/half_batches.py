@@ -24,10 +24,10 @@ from jaxtp.rules.jaxpr.walk import UNKNOWN, Scope, where
 def on_halves(
     whole: Placer,
     fn: Callable[..., Any],
-    closed: Any,
     paths: Sequence[str],
     args: tuple[Any, ...],
     keywords: Mapping[str, Any],
+    closed: Any,
 ) -> tuple[list[Any] | None, list[str]]:
     """The results of a function whose halves of the batch take turns, and what is to be said.
 
@@ -36,10 +36,10 @@ def on_halves(
     Args:
         whole: Runs the function on the whole batch.
         fn: Of the trees in `args`.
-        closed: Its jaxpr.
         paths: Of its parameters.
         args: Trees of parameters, then of inputs.
         keywords: What else it is called with, the same for both halves.
+        closed: Its jaxpr.
     """
     if whole.plan.mesh.ways(whole.plan.mesh.tp) == 1:
         return None, []  # nothing to hide

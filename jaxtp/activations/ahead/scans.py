@@ -3,7 +3,7 @@
 A scan is such a loop if it slices parameters that the batch axes shard. It is written anew where
 its body treats rows of the batch alone, which comparing it with itself on one replica's rows shows;
 wherever its operands come from, and whatever runs behind it. With tensor parallelism the body runs
-on two halves of a replica's rows in turns.
+on two halves of a replica's rows in turns, if the rows halve and a sum in it can be taken apart.
 """
 
 import dataclasses
@@ -33,6 +33,7 @@ from jaxtp.rules.jaxpr.halves import Halves, Lies, MixesBatch, compare_scan
 from jaxtp.rules.jaxpr.primitives import PRIMITIVES
 from jaxtp.rules.jaxpr.reentry import checkpoint, inline, same_rank
 from jaxtp.rules.jaxpr.walk import UNKNOWN, Kind, Scope, Value, bare, where
+from jaxtp.rules.roles import Role
 
 Place = tuple[Scope, int]
 """An equation, by the scope that it stands in and its position."""
@@ -43,7 +44,7 @@ class AheadPlacer(Placer):
 
     Left alone, XLA looks up in the shards of a table and exchanges what it finds, which is more as
     soon as a batch has many tokens, and the layout of the exchange makes it copy all that loops
-    keep.
+    keep. A table from which less is taken than it holds stays in shards.
     """
 
     def __init__(self, whole: Placer, loops: Mapping[Place, Loop]) -> None:
@@ -57,14 +58,17 @@ class AheadPlacer(Placer):
             return loop(self, operands)
         equation = scope.jaxpr.eqns[position]
         if equation.primitive.name == "gather":
-            operands = [self._table(scope, equation.invars[0], operands[0]), *operands[1:]]
+            operands = [self._table(scope, equation, operands[0]), *operands[1:]]
         return super()._equation(scope, position, operands, gathered)
 
-    def _table(self, scope: Scope, var: Any, table: Any) -> Any:
-        """A parameter on all replicas; anything else as it is."""
-        spec = spec_of(self.analysis, self.plan, self.analysis.value(scope, var))
+    def _table(self, scope: Scope, lookup: Any, table: Any) -> Any:
+        """A table on all replicas, if all replicas take as much of it; others as they are."""
+        spec = spec_of(self.analysis, self.plan, self.analysis.value(scope, lookup.invars[0]))
         batch = self.plan.mesh.batch
         if spec is None or not any(axis in batch for axes in spec for axis in axes):
+            return table
+        # Both are of one type: elements compare as bytes do.
+        if len(spec) != 2 or lookup.outvars[0].aval.size < lookup.invars[0].aval.size:
             return table
         held = self.constrain(table, [axes or None for axes in spec])
         whole = [tuple(a for a in axes if a not in batch) or None for axes in spec]
@@ -74,7 +78,6 @@ class AheadPlacer(Placer):
 def overlapped(
     whole: Placer,
     fn: Callable[..., Any],
-    closed: Any,
     paths: Sequence[str],
     args: tuple[Any, ...],
     keywords: Mapping[str, Any],
@@ -86,12 +89,10 @@ def overlapped(
     Args:
         whole: Runs the function as it is.
         fn: Of the trees in `args`.
-        closed: Its jaxpr.
         paths: Of its parameters.
         args: Trees of parameters, then of inputs.
         keywords: What else it is called with.
     """
-    del closed  # read already
     try:
         finder = _found(whole, fn, paths, args, keywords)
     except NotInterleaved as error:
@@ -100,17 +101,18 @@ def overlapped(
         str(NotInterleaved(reason, fix='overlap="auto", or a model of jaxtp'))
         for reason in finder.left
     ]
-    if not finder.loops and not notes:
-        axes = sorted({axis for path in finder.sharded for axis in _batch_axes(whole, path)})
-        what = f"weights are sharded over {join(axes)}, and no loop slices them"
-        path = min(finder.sharded)
-        notes = [str(NotInterleaved(what, where=path, fix="a scan over layers"))]
+    if others := finder.missed():
+        axes = sorted({axis for path in others for axis in _batch_axes(whole, path)})
+        what = f"weights are sharded over {join(axes)}, and no loop gathers them ahead"
+        error = NotInterleaved(f"{what}: {join(others, 3)}", fix="a scan that slices them")
+        notes.append(str(error))
+    notes += dict.fromkeys(finder.notes)
     if not finder.loops:
         return None, notes
     placer = AheadPlacer(whole, finder.loops)
     results = placer.run(whole.analysis.scope, jax.tree.leaves(args))
     whole.left |= placer.left | finder.placer.left
-    return results, [*notes, *finder.notes]
+    return results, notes
 
 
 def _found(
@@ -130,19 +132,26 @@ def _found(
     rows, lies = batch_of(whole, replicas)
 
     def search(pieces: int) -> _Finder:
+        part_name = "one replica's part" if pieces == 1 else "half of one replica's part"
         try:
             part = traced_on_part(fn, args, lies, rows // (replicas * pieces))
         except Exception as error:  # what code of theirs raises, which takes a whole batch only
-            raise another(error, keywords, rows, "one replica's part") from error
+            raise another(error, keywords, rows, part_name) from error
         finder = _Finder(whole, _inside(whole, part, paths), sharded, rows, pieces)
         finder.search(whole.analysis.scope, finder.placer.analysis.scope)
         return finder
 
-    if mesh.ways(mesh.tp) > 1 and rows % (2 * replicas) == 0:
+    if mesh.ways(mesh.tp) == 1:
+        return search(1)
+    if rows % (2 * replicas):
+        why = f"{rows // replicas} rows on each replica are not divisible into two halves"
+        fix = f"a multiple of {2 * replicas} rows"
+        return search(1).noting(str(NotInterleaved(why, fix=fix)))
+    try:
         finder = search(2)
-        if not finder.in_vain:
-            return finder
-    return search(1)
+    except NotInterleaved as error:  # half of one replica's rows are too few for code of theirs
+        return search(1).noting(str(error))
+    return finder.with_others(search(1)) if finder.in_vain else finder
 
 
 def _inside(whole: Placer, part: Any, paths: Sequence[str]) -> HalfPlacer:
@@ -193,7 +202,9 @@ class _Finder:
         loops: What was found.
         left: Why others were left as they are, by line.
         notes: What else is to be said.
-        in_vain: Whether a loop has nothing that two pieces would hide.
+        tables: Paths of the parameters that something is looked up in.
+        met: Paths of the parameters that loops slice, or that stand in loops that were left.
+        in_vain: The loops that have nothing that two pieces would hide.
     """
 
     whole: Placer
@@ -204,7 +215,32 @@ class _Finder:
     loops: dict[Place, Loop] = dataclasses.field(default_factory=dict)
     left: list[str] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
-    in_vain: bool = False
+    tables: set[str] = dataclasses.field(default_factory=set)
+    met: set[str] = dataclasses.field(default_factory=set)
+    in_vain: set[Place] = dataclasses.field(default_factory=set)
+
+    def noting(self, note: str) -> "_Finder":
+        """Itself, with more to be said."""
+        self.notes.append(note)
+        return self
+
+    def with_others(self, one: "_Finder") -> "_Finder":
+        """Itself, with loops that gain nothing from two pieces as `one` has them."""
+        found = {place: one.loops[place] for place in self.in_vain if place in one.loops}
+        self.loops |= found
+        one.placer.left = self.placer.left
+        return self
+
+    def missed(self) -> list[str]:
+        """Paths of sharded matrices that no loop gathers; tables and heads stand in none."""
+        plan = self.whole.plan
+        found = [
+            path
+            for path in sorted(self.sharded - self.met - self.tables)
+            if plan[path].role not in (Role.VOCAB, Role.POSITION)
+            and sum(size > 1 for size in plan[path].shape) > 1
+        ]
+        return found or ([] if self.met else sorted(self.sharded))
 
     def search(self, scope: Scope, part: Scope) -> None:
         """Finds the loops of a program, and of those that it calls."""
@@ -215,6 +251,9 @@ class _Finder:
             )
         for position, equation in enumerate(scope.jaxpr.eqns):
             row = PRIMITIVES.get(equation.primitive.name)
+            if equation.primitive.name == "gather":
+                table = self.whole.analysis.value(scope, equation.invars[0])
+                self.tables.add(table.path)
             if position not in scope.calls or position not in part.calls:
                 continue
             if equation.primitive.name == "scan":
@@ -225,24 +264,32 @@ class _Finder:
     def _scan(self, scope: Scope, part: Scope, position: int) -> None:
         two, one = scope.jaxpr.eqns[position], part.jaxpr.eqns[position]
         values = [self.whole.analysis.value(scope, var) for var in two.invars]
-        if not any(value.path in self.sharded for value in values):
+        held = {value.path for value in values if value.path in self.sharded}
+        pairs = zip(values, two.invars, strict=True)
+        rows = {v.path for v, var in list(pairs)[_first_row(two) :] if is_float(var.aval)}
+        if not held & rows:  # nothing of the next turn's is to be gathered
             return
         line = where(two) or UNKNOWN
         try:
             mesh = self.whole.plan.mesh
             parts = mesh.ways(mesh.batch) * self.pieces
             found = compare_scan(one, two, (part.jaxpr, scope.jaxpr), self.rows, parts)
-            loop = self._loop(found, two, one, part.calls[position][0], values)
-            self.loops[scope, position] = loop
+            inner = part.calls[position][0]
+            self.loops[scope, position] = self._loop(found, two, one, inner, values)
+            if self.pieces == 2:
+                self._check_halves((scope, position), inner, found.calls[0])
+            self.met |= held & rows
+            return
         except MixesBatch as error:
             self.left.append(f"weights are gathered in their own turn: rows meet in {error}")
         except _LeftAlone as error:
             self.left.append(f"weights are gathered in their own turn of `scan` at {line}: {error}")
+        self.met |= held
 
     def _loop(self, found: Halves, two: Any, one: Any, inner: Scope, values: Sequence[Any]) -> Loop:
         """A scan whose body treats rows alone."""
         body_two: Any = bare(two.params["jaxpr"])
-        first = len(two.invars) - same_rank(two.invars, body_two.invars).count(False)
+        first = _first_row(two)
         num_carry = same_rank(two.outvars, body_two.outvars).count(True)
         cut = Cut(self._replicas(), self.rows, self.pieces)
         lies = [found.where(var) for var in one.invars]
@@ -271,16 +318,20 @@ class _Finder:
         return Replicas(ActivePlan(whole.plan.mesh, sequence_parallel=False, mesh=whole.mesh))
 
     def _body(self, inner: Scope, halves: Halves) -> Body:
-        """A scan's body on one replica: its halves in turns where that hides sums over devices."""
+        """A scan's body on one replica, or on both halves of its rows in turns."""
         placer = self.placer
         if self.pieces == 2:
-            try:
-                self.notes += check_sums(placer, inner, halves)
-            except NotInterleaved:
-                self.in_vain = True
             turns = Turns(placer)
             return lambda given: [tuple(one) for one in turns.body(inner, halves, *given)]
         return lambda given: [(one,) for one in placer.run(inner, [one for (one,) in given])]
+
+    def _check_halves(self, place: Place, inner: Scope, halves: Halves) -> None:
+        """Says which sums of a loop its halves do not hide."""
+        try:
+            self.notes += check_sums(self.placer, inner, halves)
+        except NotInterleaved as error:
+            self.in_vain.add(place)
+            self.notes.append(str(error))
 
     def _leaf(self, jaxpr: Any, var: Any, value: Any, outer: Any) -> Leaf:
         """How one row with gradients is sharded."""
@@ -319,6 +370,12 @@ def spec_of(analysis: Analysis, plan: Plan, value: Value) -> Spec | None:
 
 class _LeftAlone(Exception):
     """Why a scan runs as it is."""
+
+
+def _first_row(scan: Any) -> int:
+    """The number of its first operand that it slices."""
+    body: Any = bare(scan.params["jaxpr"])
+    return len(scan.invars) - same_rank(scan.invars, body.invars).count(False)
 
 
 def _check(
