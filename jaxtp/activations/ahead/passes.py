@@ -54,6 +54,10 @@ class Run(Protocol):
         """
         ...
 
+    def value(self, x: Any, w: PyTree, context: Any) -> tuple[Any, Any, tuple[()]]:
+        """One layer that nobody differentiates, as from `forward`, of which nothing is kept."""
+        ...
+
     def backward(
         self, kept: Any, w: PyTree, context: Any, d_x: Any, d_y: Any
     ) -> tuple[Any, PyTree, Any]:
@@ -106,10 +110,11 @@ def _forward(
     run: Run, params: PyTree, x: Any, context: Any, rows: Any, *, keep: bool
 ) -> tuple[Any, Any, Any]:
     """What the last layer hands on, what all give beside it, and what is kept if `keep`."""
+    one = run.forward if keep else run.value
 
     def layer(i: jax.Array | int, x: Any, w: PyTree, stacks: Any) -> Any:
-        out, y, kept = run.forward(x, w, run.around(context, take(rows, i)))
-        return out, jax.tree.map(functools.partial(_put, i), stacks, (y, kept if keep else ()))
+        out, *given = one(x, w, run.around(context, take(rows, i)))
+        return out, jax.tree.map(functools.partial(_put, i), stacks, tuple(given))
 
     def body(i: jax.Array | int, carry: Any) -> Any:
         x, w, stacks = carry
@@ -121,8 +126,8 @@ def _forward(
 
     last = run.num_layers - 1
     w = run.weights.gather(run.weights.shards(params, 0))
-    _, y, kept = jax.eval_shape(run.forward, x, w, run.around(context, take(rows, 0)))
-    stacks = jax.tree.map(functools.partial(_room, run), (y, kept if keep else ()))
+    _, *given = jax.eval_shape(one, x, w, run.around(context, take(rows, 0)))
+    stacks = jax.tree.map(functools.partial(_room, run), tuple(given))
     x, w, stacks = in_pairs(last, body, (x, w, stacks))
     x, (ys, kept) = layer(last, x, w, stacks)
     return x, ys, kept

@@ -148,6 +148,7 @@ class ScanRun:
     """A `Run` of a scan.
 
     Attributes:
+        turn: Its body.
         weights: How rows with gradients come and gradients go.
         num_layers: Turns.
         pullback: What differentiating a turn keeps.
@@ -157,6 +158,7 @@ class ScanRun:
         shared: Of each of its constants' floats whether all replicas have the same.
     """
 
+    turn: Turn
     weights: Weights
     num_layers: int
     pullback: Pullback
@@ -178,6 +180,14 @@ class ScanRun:
         x_axes, *around = self.axes
         mapped = self.weights.replicas.mapped(one, (x_axes, None, tuple(around)), (x_axes, 0, 0))
         return mapped(x, w, context)
+
+    def value(self, x: Any, w: PyTree, context: Any) -> tuple[Any, Any, tuple[()]]:
+        """One turn by the functions of custom rules, of which their derivatives may differ."""
+        x_axes, *around = self.axes
+        mapped = self.weights.replicas.mapped(
+            self.turn.__call__, (x_axes, None, tuple(around)), (x_axes, 0)
+        )
+        return *mapped(x, w, context), ()
 
     def backward(
         self, kept: Any, w: PyTree, context: Any, d_x: Any, d_y: Any

@@ -141,6 +141,7 @@ class Loop:
         ]
         axes = jax.tree.map(lambda lies: 0 if lies else None, in_rows)
         return ScanRun(
+            turn=self.turn,
             weights=self.weights,
             num_layers=self.num_layers,
             pullback=Pullback.of(self.turn, x, w, (context, row), flags),

@@ -60,6 +60,12 @@ class Run:
         out, kept = self.weights.replicas.mapped(one, axes)(x, w, self._with_draws(context))
         return out, (), (x, kept)
 
+    def value(
+        self, x: jax.Array, w: PyTree, context: Any
+    ) -> tuple[jax.Array, tuple[()], tuple[()]]:
+        """The residual stream behind one layer."""
+        return self.forward(x, w, context)[0], (), ()
+
     def backward(
         self,
         kept: tuple[jax.Array, list[jax.Array]],
