@@ -68,13 +68,13 @@ def plain_loop(h_BTD, weights_BTK, index_BTK, experts, gate, capacity, *, groups
     return out_BTD, jnp.sum(~kept_BTK, axis=2)
 
 
-def prepared(sizes, config):
+def prepared(sizes, config, zero=None):
     """The step of a model on a mesh, its first state, its batch, and its plan."""
     graph, params = nnx.split(jaxtp.models.abstract(config))
     params = drawn(params)
     mesh = jaxtp.make_mesh(devices=jax.devices()[: int(np.prod(list(sizes.values())))], **sizes)
     stages = Stages.even(2, sizes["pp"], micro_batches=MICRO_BATCHES) if "pp" in sizes else None
-    plan = jaxtp.make_plan(params, mesh, config=config, stages=stages)
+    plan = jaxtp.make_plan(params, mesh, config=config, stages=stages, zero=zero)
     tx = optax.sgd(1.0)
     state = jaxtp.shard(init_state(params, tx, Precision()), mesh, plan=plan)
     update = make_update(NextToken(graph), tx, lambda _: 1.0, plan, mesh)
@@ -113,8 +113,9 @@ CASES = [
 
 @pytest.mark.parametrize(("sizes", "factor", "drops", "groups"), CASES, ids=str)
 def test_loss_gradients_and_updates_are_those_of_the_plain_loop(sizes, factor, drops, groups):
+    """Under ZeRO 3, over whatever axes the mesh has for it."""
     config = dataclasses.replace(CONFIG, capacity_factor=factor, drop_tokens=drops)
-    got, got_params = three_updates(*prepared(sizes, config))
+    got, got_params = three_updates(*prepared(sizes, config, zero=3))
     want, want_params = by_plain_loop(config, groups if drops else 1)
     for row, expected in zip(got, want, strict=True):
         assert row == pytest.approx(expected, rel=1e-5, abs=1e-6)
@@ -344,6 +345,23 @@ def test_what_is_no_expert_takes_ep_for_data():
     plan = plan_of(8, {"fsdp": 2, "ep": 2, "tp": 2})
     assert plan.mesh.batch == ("fsdp", "ep")
     assert plan["layers/self_attn/q_proj/kernel"].dim_on(["ep"]) == 1
+
+
+def test_a_router_in_a_stage_stays_whole_along_ep():
+    """XLA moves it by a permute, which all of the mesh has to join: steps with idle stages hang."""
+    config = dataclasses.replace(CONFIG, num_hidden_layers=4)
+    params = jaxtp.models.abstract(config)
+    router = next(d for d in jaxtp.make_plan(params, {"tp": 1}).decisions if d.role == "router")
+    for mesh, wanted in (
+        ({"pp": 2, "ep": 2, "tp": 2}, ()),
+        ({"pp": 2, "fsdp": 2, "ep": 2}, ("fsdp",)),
+        ({"fsdp": 2, "ep": 2}, ("fsdp", "ep")),
+    ):
+        stages = Stages.even(4, 2, micro_batches=2) if "pp" in mesh else None
+        sizes = {"tp": 1} | mesh
+        plan = jaxtp.make_plan(params, sizes, config=config, stages=stages, zero=3)
+        axes = {axis for axes in plan[router.path].spec for axis in axes} - {"pp"}
+        assert axes == set(wanted)
 
 
 def test_experts_that_ep_does_not_divide_are_an_error():

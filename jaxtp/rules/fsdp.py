@@ -73,7 +73,12 @@ def _spread(
     """One decision; `core` are the dims that do not count layers, None for a small array."""
     held = {axis for axes in decision.spec for axis in axes}
     free = tuple(name for name in mesh.zero if name not in held)
-    if not free or held & {*mesh.zero} - {mesh.name_of(Axis.EP)}:
+    ep = mesh.name_of(Axis.EP)
+    if decision.role is Role.ROUTER and mesh.size_of(Axis.PP) > 1 and ep in free and core:
+        # XLA moves it along ep by a permute, which all of the mesh has to join; stages idle.
+        free = tuple(name for name in free if name != ep)
+        decision = decision.explained(f"{ep}={mesh[ep]}: replicated, a router in a stage")
+    if not free or held & {*mesh.zero} - {ep}:
         return decision  # the user or an annotation has put it there
     named = {name: f"{name}={mesh[name]}" for name in free}
     if core is None:
