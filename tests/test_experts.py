@@ -347,15 +347,16 @@ def test_what_is_no_expert_takes_ep_for_data():
     assert plan["layers/self_attn/q_proj/kernel"].dim_on(["ep"]) == 1
 
 
-def test_a_router_in_a_stage_stays_whole_along_ep():
+def test_what_tp_leaves_whole_in_a_stage_is_whole_along_ep():
     """XLA moves it by a permute, which all of the mesh has to join: steps with idle stages hang."""
     config = dataclasses.replace(CONFIG, num_hidden_layers=4)
     params = jaxtp.models.abstract(config)
     router = next(d for d in jaxtp.make_plan(params, {"tp": 1}).decisions if d.role == "router")
     for mesh, wanted in (
         ({"pp": 2, "ep": 2, "tp": 2}, ()),
-        ({"pp": 2, "fsdp": 2, "ep": 2}, ("fsdp",)),
-        ({"fsdp": 2, "ep": 2}, ("fsdp", "ep")),
+        ({"pp": 2, "fsdp": 2, "ep": 2, "tp": 2}, ("fsdp",)),
+        ({"pp": 2, "fsdp": 2, "ep": 2}, ("fsdp", "ep")),
+        ({"fsdp": 2, "ep": 2, "tp": 2}, ("fsdp", "ep")),
     ):
         stages = Stages.even(4, 2, micro_batches=2) if "pp" in mesh else None
         sizes = {"tp": 1} | mesh

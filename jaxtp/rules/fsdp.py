@@ -73,16 +73,21 @@ def _spread(
     """One decision; `core` are the dims that do not count layers, None for a small array."""
     held = {axis for axes in decision.spec for axis in axes}
     free = tuple(name for name in mesh.zero if name not in held)
-    ep = mesh.name_of(Axis.EP)
-    if decision.role is Role.ROUTER and mesh.size_of(Axis.PP) > 1 and ep in free and core:
-        # XLA moves it along ep by a permute, which all of the mesh has to join; stages idle.
-        free = tuple(name for name in free if name != ep)
-        decision = decision.explained(f"{ep}={mesh[ep]}: replicated, a router in a stage")
-    if not free or held & {*mesh.zero} - {ep}:
+    if not free or held & {*mesh.zero} - {mesh.name_of(Axis.EP)}:
         return decision  # the user or an annotation has put it there
     named = {name: f"{name}={mesh[name]}" for name in free}
     if core is None:
         return decision.explained(f"{' x '.join(named.values())}: replicated, small")
+    in_stage = mesh.size_of(Axis.PP) > 1 and mesh.name_of(Axis.PP) in held
+    if in_stage and mesh.tp_ways(decision.spec) == 1 < mesh.tp_size:
+        # XLA would move it to tp by a permute, which all of the mesh has to join; stages idle.
+        whole = [name for name in free if name != mesh.name_of(Axis.FSDP)]
+        free = tuple(name for name in free if name not in whole)
+        if whole:
+            what = " x ".join(named[name] for name in whole)
+            decision = decision.explained(f"{what}: replicated, in a stage and not over tp")
+        if not free:
+            return decision
     found = ((axes, _best_dim(decision, core, mesh, axes)) for axes in _choices(mesh, free))
     over, dim = next((best for best in found if best[1] is not None), ((), None))
     if dim is None:
