@@ -123,11 +123,12 @@ def test_experts_that_work_on_every_token_are_named_with_their_flops():
     assert "one_by_one" in note
     assert "of which each chose 2" in note
     assert ", 2 x those needed" in note
-    # Three products forward and six backward; small ones of the router may be merged with them.
+    # Three products forward and six backward. Those of one operand may be merged, with the router
+    # too, and then have one name: jax 0.10 gives gate and up the router's.
     flops = 9 * 2 * TOKENS * WIDTH * INNER // SIZES["tp"] * EXPERTS
     router = 3 * 2 * TOKENS * WIDTH * EXPERTS
     said = float(note.split(" FLOPs a device")[0].rsplit(" ", 1)[1])
-    assert flops * 0.995 <= said <= (flops + router) * 1.005  # three digits are printed
+    assert flops * 7 / 9 * 0.995 <= said <= (flops + router) * 1.005  # three digits are printed
 
 
 def test_ragged_products_of_anybody_are_named():

@@ -41,6 +41,8 @@ def costly_experts(
 def unchosen_experts(module: Module, all_flops: float) -> Iterator[str]:
     """A note for each number of experts that all work on every token.
 
+    Products of one operand that the compiler has merged count as one of them, by its name.
+
     Args:
         module: The compiled program; `jaxtp.parallelize` names its products.
         all_flops: FLOPs of all matrix products of a device and step.
