@@ -25,7 +25,7 @@ DEFAULT_ROWS: dict[str, tuple[str, ...]] = {
         "{'fsdp': 2, 'ep': 2, 'tp': 2}-0.5-True-4",
     ),
     "test_kinds_of_attention_and_of_layers_train_as_on_one_device": (
-        "latent-{'pp': 2, 'ep': 2, 'tp': 2}",
+        "latent-{'pp': 2, 'fsdp': 2, 'tp': 2}",
         "biased-{'ep': 2, 'cp': 2, 'tp': 2}",
     ),
     "test_compiled_for_gpus_two_all_to_alls_or_none_and_no_gather": ("{'ep': 4, 'tp': 2}",),

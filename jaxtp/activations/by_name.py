@@ -91,7 +91,7 @@ class ActivePlan:
         sequence_parallel: Whether the residual stream is sharded along the sequence.
         mesh: The devices.
         interleave: Whether layers that can be are interleaved (`jaxtp.layers.interleaving`).
-        decisions: Where parameters lie, if layers are interleaved; () otherwise.
+        decisions: Where parameters lie, if layers are interleaved or run in stages; () otherwise.
         stages: How stacked layers are assigned along the pp axis; None without one, and inside a
             stage.
         params_sharded: Whether the batch axes shard parameters too.
@@ -190,7 +190,7 @@ def use_plan(plan: ActivationPlan, mesh: Mesh) -> Generator[None]:
         sequence_parallel=plan.sequence_parallel,
         mesh=mesh,
         interleave=interleave,
-        decisions=plan.decisions if interleave else (),
+        decisions=plan.decisions if interleave or plan.stages else (),
         stages=plan.stages,
         params_sharded=any(d.dim_on(plan.mesh.batch) is not None for d in plan.decisions),
         experts=frozenset((d.shape, d.spec) for d in plan.decisions if d.role == "expert"),

@@ -19,6 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Jaxpr, subjaxprs
 from jax.sharding import PartitionSpec
 
+from jaxtp.activations.ahead.weights import decisions_of
 from jaxtp.activations.by_name import ActivePlan, active_plan, constrain, in_force
 from jaxtp.errors import BadStages, NotInterleaved, SizeMismatch, join, warn
 from jaxtp.layers.gathering import (
@@ -36,7 +37,7 @@ from jaxtp.layers.recomputation import LAYER_INPUT, Policy, remat_of
 from jaxtp.layers.ticks import Orders, orders_of
 from jaxtp.mesh.axes import Axis, Shards
 from jaxtp.plan.stages import Stages
-from jaxtp.plan.trees import PyTree
+from jaxtp.plan.trees import PyTree, map_with_path
 
 Rows = Mapping[str, Any]
 """What differs between layers and is no parameter, NumPy arrays `(layers, ...)` by name."""
@@ -204,6 +205,26 @@ class _Pipeline:
         layer = np.minimum(first[..., None] + np.arange(stages.block), counts.sum() - 1)
         return {name: jnp.asarray(rows[layer])[:, stage] for name, rows in self.rows.items()}
 
+    def gathered(self, weights: PyTree) -> PyTree:
+        """A layer's weights; those that tp leaves replicated are gathered where ZeRO shards them.
+
+        XLA would shard them over tp first, by a permute that devices of all stages have to join,
+        and a stage without a micro-batch does not.
+        """
+        active, shape = self.inner, self.active.shape
+        if shape.tp_size == 1:
+            return weights
+
+        def leaf(path: str, w: jax.Array) -> jax.Array:
+            found = decisions_of(path, (self.stages.num_layers, *w.shape), active)
+            specs = {decision.spec[1:] for decision in found}
+            if len(specs) != 1 or shape.tp_ways(spec := specs.pop()) > 1:
+                return w
+            inner = [tuple(axis for axis in axes if axis not in shape.zero) for axes in spec]
+            return w if inner == [*spec] else active.place(w, *inner)
+
+        return map_with_path(leaf, weights)
+
     def split(self, x: jax.Array) -> jax.Array:
         """Inside a stage: (R, M, B, ...) of `(batch, ...)`, (1, 1, 1, ...) of one row for all."""
         shape, num_micro = self.inner.shape, self.stages.micro_batches
@@ -220,7 +241,7 @@ def _in_stages(
     if (once := _gathers_once(pipe, x_BTD, params, context)) is not None:
         given, places = once(params), once.specs
         pipe = dataclasses.replace(
-            pipe, active=dataclasses.replace(pipe.active, params_sharded=False)
+            pipe, active=dataclasses.replace(pipe.active, params_sharded=False, decisions=())
         )
     active, shape = pipe.active, pipe.active.shape
     replicas = PartitionSpec(pipe.manual_batch or None)
@@ -373,7 +394,7 @@ def _chunk(
 
         def layer(carry: _Carry, row: tuple[PyTree, Rows, PyTree]) -> tuple[_Carry, None]:
             x_BTD = checkpoint_name(constrain(carry[0], "residual"), LAYER_INPUT)
-            weights = with_gradients(row[0], row[2])
+            weights = pipe.gathered(with_gradients(row[0], row[2]))
             x_BTD, found = pipe.layer(x_BTD, weights, {**own, **row[1]})
             return (constrain(x_BTD, "residual"), jax.tree.map(jnp.add, carry[1], found)), None
 

@@ -78,16 +78,6 @@ def _spread(
     named = {name: f"{name}={mesh[name]}" for name in free}
     if core is None:
         return decision.explained(f"{' x '.join(named.values())}: replicated, small")
-    in_stage = mesh.size_of(Axis.PP) > 1 and mesh.name_of(Axis.PP) in held
-    if in_stage and mesh.tp_ways(decision.spec) == 1 < mesh.tp_size:
-        # XLA would move it to tp by a permute, which all of the mesh has to join; stages idle.
-        whole = [name for name in free if name != mesh.name_of(Axis.FSDP)]
-        free = tuple(name for name in free if name not in whole)
-        if whole:
-            what = " x ".join(named[name] for name in whole)
-            decision = decision.explained(f"{what}: replicated, in a stage and not over tp")
-        if not free:
-            return decision
     found = ((axes, _best_dim(decision, core, mesh, axes)) for axes in _choices(mesh, free))
     over, dim = next((best for best in found if best[1] is not None), ((), None))
     if dim is None:

@@ -230,17 +230,22 @@ def weights_of(
     return Weights(Replicas(active), by_path)
 
 
+def decisions_of(path: str, shape: tuple[int, ...], active: ActivePlan) -> list[ParamDecision]:
+    """The decisions that a parameter of a stack may be meant by, found by the end of its path."""
+    return [
+        decision
+        for decision in active.decisions
+        if f"/{decision.path}".endswith(f"/{path}") and decision.shape == shape
+    ]
+
+
 def decision_of(path: str, shape: tuple[int, ...], active: ActivePlan) -> ParamDecision:
     """The decision for a parameter of a stack, found by the end of its path.
 
     Raises:
         NotInterleaved: TP073, if the plan has none, or several that differ.
     """
-    found = [
-        decision
-        for decision in active.decisions
-        if f"/{decision.path}".endswith(f"/{path}") and decision.shape == shape
-    ]
+    found = decisions_of(path, shape, active)
     if not found or any(d.spec != found[0].spec or d.role != found[0].role for d in found):
         raise NotInterleaved(
             f"{len(found)} parameters of the plan have this path and the shape {shape}",
