@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from jaxtp.activations.placer import Placer
+from jaxtp.activations.placer import FREE, Placer
 from jaxtp.errors import NotInterleaved, join
 from jaxtp.rules.jaxpr.halves import Lies
 
@@ -27,7 +27,7 @@ def batch_of(whole: Placer, parts: int) -> tuple[int, list[Lies | None]]:
         )
     inputs = [(v.shape, [analysis.is_batch(dim) for dim in v.dims]) for v in analysis.inputs]
     rows = next((shape[0] for shape, found in inputs if found[:1] == [True]), 0)
-    replicas = plan.mesh.ways(plan.mesh.batch)
+    replicas = plan.mesh.batch_ways
     if not rows:
         raise NotInterleaved(
             f"no input leads with rows of the batch (shapes {join(shape for shape, _ in inputs)})",
@@ -85,6 +85,12 @@ def another(
         fix = f"{join(f'`{name}`' for name in whole)} came as a keyword: pass it in order"
     reason = (str(error) or type(error).__name__).splitlines()[0]
     return NotInterleaved(f"the function is not the same on {part} of the batch: {reason}", fix=fix)
+
+
+def along_batch(whole: Placer, x: Any, dim: int) -> Any:
+    """An array whose dim is sharded along the batch axes, as its parts are."""
+    entries = [whole.plan.mesh.batch if d == dim else FREE for d in range(x.ndim)]
+    return whole.constrain(x, entries)
 
 
 def _is_array(x: Any) -> bool:

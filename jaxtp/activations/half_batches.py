@@ -7,11 +7,11 @@ from typing import Any
 import jax
 from jax.extend.core import Literal
 
-from jaxtp.activations.batch_parts import another, batch_of, traced_on_part
+from jaxtp.activations.batch_parts import along_batch, another, batch_of, traced_on_part
 from jaxtp.activations.half_placer import HalfPlacer
 from jaxtp.activations.interleaved import Turns, half_of, whole_of
 from jaxtp.activations.left_alone import PRODUCTS, matters
-from jaxtp.activations.placer import FREE, Placer
+from jaxtp.activations.placer import Placer
 from jaxtp.errors import NotInterleaved, join
 from jaxtp.mesh.axes import Axis
 from jaxtp.rules.jaxpr import analyse_jaxpr
@@ -45,7 +45,7 @@ def on_halves(
         return None, []  # nothing to hide
     try:
         _refuse_cp(whole)
-        rows, lies = batch_of(whole, 2 * whole.plan.mesh.ways(whole.plan.mesh.batch))
+        rows, lies = batch_of(whole, 2 * whole.plan.mesh.batch_ways)
         try:
             half = traced_on_part(fn, args, lies, rows // 2)
         except Exception as error:  # what code of theirs raises, which takes a whole batch only
@@ -62,7 +62,7 @@ def on_halves(
         return None, [str(error)]
     flat = jax.tree.leaves(args)
     pairs = [
-        tuple(_spread(whole, half_of(x, n), 0) for n in (0, 1)) if where else (x, x)
+        tuple(along_batch(whole, half_of(x, n), 0) for n in (0, 1)) if where else (x, x)
         for x, where in zip(flat, lies, strict=True)
     ]
     _, computed = Turns(placer).both(analysis.scope, halves, pairs)
@@ -170,7 +170,7 @@ def _rest(
             return
         half = on_half[var]
         pair = computed[0][half], computed[1][half]
-        known[var] = whole_of(pair, halves.where(half), functools.partial(_spread, whole))
+        known[var] = whole_of(pair, halves.where(half), functools.partial(along_batch, whole))
 
     gathered: dict[Any, Any] = {}
     for position in sorted(halves.mixing):
@@ -180,9 +180,3 @@ def _rest(
     for var in scope.jaxpr.outvars:
         learn(var)
     return [read(var, known) for var in scope.jaxpr.outvars]
-
-
-def _spread(whole: Placer, x: Any, dim: int) -> Any:
-    """An array whose dim is sharded along the batch axes, as its halves are."""
-    entries = [whole.plan.mesh.batch if d == dim else FREE for d in range(x.ndim)]
-    return whole.constrain(x, entries)

@@ -11,6 +11,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtp.activations.ahead.passes import differentiable, is_float
 from jaxtp.activations.ahead.scan_layer import Pieces, Pullback, ScanRun, Turn
 from jaxtp.activations.ahead.weights import Replicas, Weights
+from jaxtp.activations.batch_parts import along_batch
 from jaxtp.activations.placer import FREE, Placer
 from jaxtp.rules.jaxpr.halves import Lies
 
@@ -113,7 +114,7 @@ class Loop:
             jax.vmap(lambda *p, at=lies: self.cut.join(p, at))(*one) for one, lies in stacked
         ]
         return [
-            _along_batch(placer, out, lies, n >= num_carry)
+            out if lies is None else along_batch(placer, out, lies.dim + (n >= num_carry))
             for n, (out, lies) in enumerate(zip(joined, self.results, strict=True))
         ]
 
@@ -154,12 +155,3 @@ class Loop:
                 if is_float(part)
             ],
         )
-
-
-def _along_batch(placer: Placer, x: Any, lies: Lies | None, is_stacked: bool) -> Any:
-    if lies is None:
-        return x
-    dim = lies.dim + is_stacked
-    return placer.constrain(
-        x, [placer.plan.mesh.batch if d == dim else FREE for d in range(x.ndim)]
-    )

@@ -17,7 +17,7 @@ from jaxtp.activations.ahead.passes import is_float
 from jaxtp.activations.ahead.product_types import product_type
 from jaxtp.activations.ahead.scan_layer import Body, Turn
 from jaxtp.activations.ahead.scan_loop import Cut, Loop
-from jaxtp.activations.ahead.weights import SMALL_BYTES, Leaf, Replicas, Weights
+from jaxtp.activations.ahead.weights import SMALL_BYTES, Leaf, Replicas, Weights, other_axes
 from jaxtp.activations.batch_parts import another, batch_of, traced_on_part
 from jaxtp.activations.by_name import ActivePlan
 from jaxtp.activations.half_batches import check_sums
@@ -128,7 +128,7 @@ def _found(
         NotInterleaved: TP073, if the function is not the same on a part of the batch.
     """
     mesh = whole.plan.mesh
-    sharded, replicas = _sharded(whole, paths), mesh.ways(mesh.batch)
+    sharded, replicas = _sharded(whole, paths), mesh.batch_ways
     rows, lies = batch_of(whole, replicas)
 
     def search(pieces: int) -> _Finder:
@@ -178,14 +178,8 @@ def _sharded(whole: Placer, paths: Sequence[str]) -> set[str]:
     Raises:
         NotInterleaved: TP073, if devices communicate along other axes.
     """
-    mesh = whole.plan.mesh
-    known = {*mesh.batch, *mesh.tp}
-    others = [axis for axis, size in mesh.sizes if size > 1 and axis not in known]
-    if others or mesh.size_of(Axis.EP) > 1:
-        raise NotInterleaved(
-            f"the model communicates along {join(others or [mesh.name_of(Axis.EP)])}",
-            fix='overlap="auto"',
-        )
+    if others := other_axes(whole.plan.mesh):
+        raise NotInterleaved(f"the model communicates along {others}", fix='overlap="auto"')
     return {path for path in paths if _batch_axes(whole, path)}
 
 
@@ -272,7 +266,7 @@ class _Finder:
         line = where(two) or UNKNOWN
         try:
             mesh = self.whole.plan.mesh
-            parts = mesh.ways(mesh.batch) * self.pieces
+            parts = mesh.batch_ways * self.pieces
             found = compare_scan(one, two, (part.jaxpr, scope.jaxpr), self.rows, parts)
             inner = part.calls[position][0]
             self.loops[scope, position] = self._loop(found, two, one, inner, values)

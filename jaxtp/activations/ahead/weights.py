@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxtp.activations.by_name import ActivePlan
-from jaxtp.errors import NotInterleaved
-from jaxtp.mesh.axes import Axis, Shards
+from jaxtp.errors import NotInterleaved, join
+from jaxtp.mesh.axes import Axis, MeshShape, Shards
 from jaxtp.plan.decisions import ParamDecision
 from jaxtp.plan.trees import PyTree, Spec, itemsize, leaves, map_with_path
 
@@ -84,6 +84,19 @@ class Replicas:
         for axis in reversed(self.axes):
             function = jax.vmap(function, in_axes, out_axes, spmd_axis_name=axis)
         return function
+
+
+def other_axes(shape: MeshShape, *apart: str) -> str:
+    """Axes along which layers exchange more than weights and the sums of tp; "" if none.
+
+    Args:
+        shape: Of the mesh.
+        *apart: Axes that loops over layers have no part in.
+    """
+    known = {*shape.batch, *shape.tp, *apart}
+    others = [axis for axis, size in shape.sizes if size > 1 and axis not in known]
+    # Experts lie along ep, which shards the batch too.
+    return join(others or [shape.name_of(Axis.EP)] * (shape.size_of(Axis.EP) > 1))
 
 
 @dataclasses.dataclass(frozen=True)

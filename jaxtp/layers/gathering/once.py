@@ -22,9 +22,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxtp.activations.ahead.weights import Leaf, Replicas, Weights, decision_of
+from jaxtp.activations.ahead.weights import (
+    Leaf,
+    Replicas,
+    Weights,
+    decision_of,
+    other_axes,
+)
 from jaxtp.activations.by_name import ActivePlan
-from jaxtp.errors import NotInterleaved, join
+from jaxtp.errors import NotInterleaved
 from jaxtp.mesh.axes import Axis
 from jaxtp.plan.trees import PyTree, leaves, map_with_path
 
@@ -115,12 +121,9 @@ def once_of(types: Callable[[], Sequence[Any]], stacked: PyTree, active: ActiveP
     shape = active.shape
     if not active.params_sharded or shape.batch_ways == 1:
         return None
-    known = {*shape.batch, *shape.tp, shape.name_of(Axis.PP)}
-    others = [axis for axis, size in shape.sizes if size > 1 and axis not in known]
-    if others or shape.size_of(Axis.EP) > 1:
+    if others := other_axes(shape, shape.name_of(Axis.PP)):
         raise NotInterleaved(
-            f"layers communicate along {join(others or [shape.name_of(Axis.EP)])}; stages gather "
-            "weights once a micro-batch",
+            f"layers communicate along {others}; stages gather weights once a micro-batch",
             where="layers",
             fix='overlap="auto"',
         )

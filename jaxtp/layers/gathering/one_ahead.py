@@ -11,11 +11,11 @@ import jax.numpy as jnp
 
 from jaxtp.activations.ahead.loops import no_gradient
 from jaxtp.activations.ahead.passes import differentiable
+from jaxtp.activations.ahead.weights import other_axes
 from jaxtp.activations.by_name import ActivePlan
-from jaxtp.errors import NotInterleaved, join
+from jaxtp.errors import NotInterleaved
 from jaxtp.layers.gathering.one_layer import Layer, trace_layer
 from jaxtp.layers.recomputation import Policy
-from jaxtp.mesh.axes import Axis
 from jaxtp.plan.trees import PyTree
 
 
@@ -49,13 +49,9 @@ def run_ahead(
             f"{x_BTD.shape[0]} sequences on {num_replicas} replicas",
             fix=f"a batch that is a multiple of {num_replicas}",
         )
-    known = {*active.shape.batch, *active.shape.tp}
-    others = [axis for axis, size in active.shape.sizes if size > 1 and axis not in known]
-    if others or active.shape.size_of(Axis.EP) > 1:
+    if others := other_axes(active.shape):
         raise NotInterleaved(
-            f"layers communicate along {join(others or [active.shape.name_of(Axis.EP)])}",
-            where="layers",
-            fix='overlap="auto"',
+            f"layers communicate along {others}", where="layers", fix='overlap="auto"'
         )
     run = trace_layer(body, policy, x_BTD, params, context, rows, active)
     replicas = run.weights.replicas
