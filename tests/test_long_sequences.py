@@ -15,7 +15,7 @@ from rounding import assert_close
 import jaxtp
 from jaxtp.activations.by_name import use_plan
 from jaxtp.activations.context import blocks
-from jaxtp.activations.context.blocks import Scores, Side, View, gradients_of, merge, part_of
+from jaxtp.activations.context.blocks import Scores, TokenSpan, View, gradients_of, merge, part_of
 from jaxtp.activations.context.dealing import pieces_of
 from jaxtp.activations.context.tiles import LEAST_TOKENS, attend_in_tiles
 from jaxtp.config.batch_sizes import resolve
@@ -134,7 +134,7 @@ def test_parts_add_up_to_all_attention(small_tiles, half, window, softcap, packe
     ids = jnp.asarray(np.repeat([[1, 2, 3, 3], [1, 1, 1, 2]], 6, axis=1))[:, : 2 * half]
     scores = Scores(0.3, softcap, "xla")
     late, early = (
-        Side(jnp.int32(first), ids[:, first : first + half] if packed else None)
+        TokenSpan(jnp.int32(first), ids[:, first : first + half] if packed else None)
         for first in (half, 0)
     )
     views = [View(late, late, window, diagonal=True), View(late, early, window, diagonal=False)]

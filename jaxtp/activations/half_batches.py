@@ -9,7 +9,7 @@ from jax.extend.core import Literal
 
 from jaxtp.activations.batch_parts import along_batch, another, batch_of, traced_on_part
 from jaxtp.activations.half_placer import HalfPlacer
-from jaxtp.activations.interleaved import Turns, half_of, whole_of
+from jaxtp.activations.interleaved import HalvesInTurns, half_of, whole_of
 from jaxtp.activations.left_alone import PRODUCTS, matters
 from jaxtp.activations.placer import Placer
 from jaxtp.errors import NotInterleaved, join
@@ -65,7 +65,7 @@ def on_halves(
         tuple(along_batch(whole, half_of(x, n), 0) for n in (0, 1)) if where else (x, x)
         for x, where in zip(flat, lies, strict=True)
     ]
-    _, computed = Turns(placer).both(analysis.scope, halves, pairs)
+    _, computed = HalvesInTurns(placer).both(analysis.scope, halves, pairs)
     whole.left |= placer.left
     return _rest(whole, halves, flat, computed), notes
 

@@ -70,14 +70,14 @@ class SharedResults:
 
 
 @dataclasses.dataclass
-class Side:
+class HalfRun:
     """One half on its way."""
 
     frames: list[HalfFrame] = dataclasses.field(default_factory=list)
     entered: bool = False  # since the last message
 
 
-class Turns:
+class HalvesInTurns:
     """Runs programs on both halves."""
 
     def __init__(self, placer: HalfPlacer) -> None:
@@ -93,7 +93,7 @@ class Turns:
             halves: What of it runs there.
             args: Each input of both halves.
         """
-        once, sides = SharedResults(), (Side(), Side())
+        once, sides = SharedResults(), (HalfRun(), HalfRun())
         runs: list[Run] = []
         tops: list[dict[Any, Any]] = []
         for n, side in enumerate(sides):
@@ -123,7 +123,12 @@ class Turns:
         return list(zip(stops[0].arrays, stops[1].arrays, strict=True)), tops
 
     def _program(
-        self, side: Side, scope: Scope, halves: Halves, known: dict[Any, Any], once: SharedResults
+        self,
+        side: HalfRun,
+        scope: Scope,
+        halves: Halves,
+        known: dict[Any, Any],
+        once: SharedResults,
     ) -> Run:
         """One half's way through a program; what mixes the batch is left out."""
         frame = HalfFrame(scope, halves, known, _last_use(scope))
@@ -168,7 +173,7 @@ class Turns:
         return outputs
 
     def _product(
-        self, side: Side, frame: HalfFrame, equation: Any, product: Product
+        self, side: HalfRun, frame: HalfFrame, equation: Any, product: Product
     ) -> Generator[Stop, Any, None]:
         placer, known = self._placer, frame.known
         var, weight = equation.invars[1 - product.weight], equation.invars[product.weight]
@@ -267,7 +272,7 @@ def _next(run: Run, value: Any = None) -> Stop:
         return Stop("end", end.value)
 
 
-def _barrier(sides: Sequence[Side], stops: Sequence[Stop]) -> None:
+def _barrier(sides: Sequence[HalfRun], stops: Sequence[Stop]) -> None:
     """Everything alive of both halves waits for all of it."""
     places: list[tuple[Any, Any]] = []
     for side, stop in zip(sides, stops, strict=True):

@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from numpy.typing import NDArray
 
-from jaxtp.io.safetensors import Box, Tensor, read_box
+from jaxtp.io.safetensors import Box, StoredTensor, read_box
 from jaxtp.models.published import Storage
 from jaxtp.placement.train_state import Slot
 from jaxtp.plan.stored_form import Padding
@@ -33,7 +33,7 @@ PIECE_BYTES = 16 * 2**20
 """One read of a thread; several are in flight."""
 
 
-class Source(NamedTuple):
+class ParameterSource(NamedTuple):
     """What one parameter is made of.
 
     Attributes:
@@ -64,7 +64,7 @@ class _Chunks(NamedTuple):
 
 
 def assemble(
-    source: Source,
+    source: ParameterSource,
     slot: Slot,
     mesh: Mesh,
     dtype: str,
@@ -107,7 +107,7 @@ def assemble(
     return array
 
 
-def _as_stored(source: Source, padding: Padding) -> NDArray[Any]:
+def _as_stored(source: ParameterSource, padding: Padding) -> NDArray[Any]:
     """The tensors of stacked layers in the order in which layers are stored, None for zeros."""
     tensors = np.atleast_1d(source.tensors)
     for blocks in padding:
@@ -117,7 +117,7 @@ def _as_stored(source: Source, padding: Padding) -> NDArray[Any]:
     return tensors
 
 
-def _chunks(source: Source, slot: Slot, mesh: Mesh) -> _Chunks:
+def _chunks(source: ParameterSource, slot: Slot, mesh: Mesh) -> _Chunks:
     num_stacked = len(source.storage.stack)
     # Stored dims are the parameter's in another order, padding included.
     order = [num_stacked + int(i) for i in np.argsort(source.storage.order)]
@@ -183,7 +183,7 @@ def _filler(
 
 def _read_array(
     tensors: NDArray[Any],
-    source: Source,
+    source: ParameterSource,
     shape: tuple[int, ...],
     sharding: NamedSharding,
     pool: Executor,
@@ -210,7 +210,7 @@ def _read_array(
 
 
 def _read(
-    turn: tuple[int, int], tensor: Tensor, split: tuple[int, ...], box: Box, out: NDArray[Any]
+    turn: tuple[int, int], tensor: StoredTensor, split: tuple[int, ...], box: Box, out: NDArray[Any]
 ) -> None:
     """`read_box`, of a tensor along whose last dim several parameters take turns."""
     first, count = turn
@@ -225,7 +225,7 @@ def _read(
 
 def _reads(
     tensors: NDArray[Any], split: tuple[int, ...], block: Box, buffer: NDArray[Any]
-) -> Iterator[tuple[Tensor, tuple[int, ...], Box, NDArray[Any]]]:
+) -> Iterator[tuple[StoredTensor, tuple[int, ...], Box, NDArray[Any]]]:
     """Arguments of `_read`, all but the first: for the part of `buffer` that the files have."""
     stack, core = block[: tensors.ndim], block[tensors.ndim :]
     core = tuple((start, min(stop, size)) for (start, stop), size in zip(core, split, strict=True))

@@ -57,7 +57,7 @@ Box = tuple[tuple[int, int], ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Tensor:
+class StoredTensor:
     """Where one tensor lies.
 
     Attributes:
@@ -89,7 +89,7 @@ def _itemsize(dtype: str) -> int:
     return jnp.dtype(dtype).itemsize
 
 
-def read_header(file: Path) -> dict[str, Tensor]:
+def read_header(file: Path) -> dict[str, StoredTensor]:
     """All tensors of a file by name; the header is proven to describe exactly this file.
 
     Raises:
@@ -134,9 +134,9 @@ def _header_json(file: Path) -> tuple[dict[str, Any], int, int]:
         raise fail(f"the header {err}") from None
 
 
-def _tensor(file: Path, name: str, entry: Any, start: int, size: int) -> Tensor:
+def _tensor(file: Path, name: str, entry: Any, start: int, size: int) -> StoredTensor:
     """One entry of a header, checked alone; `start` is where the file's tensors begin."""
-    tensor = Tensor(name, "uint8", (), file, start)
+    tensor = StoredTensor(name, "uint8", (), file, start)
     fields = entry if isinstance(entry, dict) else {}
     code, shape, span = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
     if not (isinstance(code, str) and _are_counts(shape) and _are_counts(span) and len(span) == 2):
@@ -144,7 +144,7 @@ def _tensor(file: Path, name: str, entry: Any, start: int, size: int) -> Tensor:
     if code not in DTYPES:
         raise tensor.bad(f"is of type {code!r}", fix=f"known types: {join(DTYPES, limit=20)}")
     first, last = span
-    tensor = Tensor(name, DTYPES[code], tuple(shape), file, start + first)
+    tensor = StoredTensor(name, DTYPES[code], tuple(shape), file, start + first)
     if not first <= last <= size - start:
         raise tensor.bad(f"lies at bytes {first} to {last} of {size - start}: truncated?")
     if last - first != tensor.num_bytes:
@@ -157,7 +157,7 @@ def _are_counts(numbers: Any) -> TypeGuard[list[int]]:
     return isinstance(numbers, list) and all(type(n) is int and n >= 0 for n in numbers)
 
 
-def read_box(tensor: Tensor, shape: tuple[int, ...], box: Box, out: NDArray[Any]) -> None:
+def read_box(tensor: StoredTensor, shape: tuple[int, ...], box: Box, out: NDArray[Any]) -> None:
     """Reads a box of a tensor into `out`, with exactly the bytes that it has.
 
     Args:
@@ -206,7 +206,7 @@ def _runs(shape: tuple[int, ...], box: Box, itemsize: int) -> Iterator[tuple[int
         yield start + first * inner, (last - first) * inner
 
 
-def _read_run(tensor: Tensor, file: int, start: int, into: memoryview) -> None:
+def _read_run(tensor: StoredTensor, file: int, start: int, into: memoryview) -> None:
     while into:
         count = os.preadv(file, [into], start)
         if count == 0:

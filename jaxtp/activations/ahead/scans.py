@@ -22,7 +22,7 @@ from jaxtp.activations.batch_parts import another, batch_of, traced_on_part
 from jaxtp.activations.by_name import ActivePlan
 from jaxtp.activations.half_batches import check_sums
 from jaxtp.activations.half_placer import HalfPlacer
-from jaxtp.activations.interleaved import Turns
+from jaxtp.activations.interleaved import HalvesInTurns
 from jaxtp.activations.placer import Placer
 from jaxtp.errors import NotInterleaved, join
 from jaxtp.mesh.axes import Axis, Shards
@@ -315,7 +315,7 @@ class _Finder:
         """A scan's body on one replica, or on both halves of its rows in turns."""
         placer = self.placer
         if self.pieces == 2:
-            turns = Turns(placer)
+            turns = HalvesInTurns(placer)
             return lambda given: [tuple(one) for one in turns.body(inner, halves, *given)]
         return lambda given: [(one,) for one in placer.run(inner, [one for (one,) in given])]
 

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtp.activations.by_name import ActivePlan
-from jaxtp.activations.context.blocks import Part, Scores, Side, View, merge
+from jaxtp.activations.context.blocks import AttentionPart, Scores, TokenSpan, View, merge
 from jaxtp.activations.context.by_device import Gradients, attend
 from jaxtp.activations.context.kernels import gradients_of, part_of
 from jaxtp.mesh.axes import Axis
@@ -116,21 +116,23 @@ class _Around:
     ) -> tuple[jax.Array, jax.Array]:
         own = _Tokens(jnp.stack([k, v]), ids)
 
-        def run(half: Any, keys: _Tokens, source: Any, of: Any) -> Part:
+        def run(half: Any, keys: _Tokens, source: Any, of: Any) -> AttentionPart:
             view = self._view(own, half, keys, source, of, window)
             k, v = _half(keys.kv, of, 2)
             return part_of(_half(q, half, 1), k, v, view, self.scores)
 
-        def add(sums: Part, half: Any, keys: _Tokens, source: Any, of: Any) -> Part:
+        def add(
+            sums: AttentionPart, half: Any, keys: _Tokens, source: Any, of: Any
+        ) -> AttentionPart:
             part = run(half, keys, source, of)
-            both = merge(Part(*map(_half, sums, (half, half), (1, 2))), part)
-            return Part(*map(_put, sums, both, (half, half), (1, 2)))
+            both = merge(AttentionPart(*map(_half, sums, (half, half), (1, 2))), part)
+            return AttentionPart(*map(_put, sums, both, (half, half), (1, 2)))
 
         halves = [run(half, own, self.index, half) for half in (EARLY, LATE)]
-        sums = Part(*map(jnp.concatenate, zip(*halves, strict=True), (1, 2)))
+        sums = AttentionPart(*map(jnp.concatenate, zip(*halves, strict=True), (1, 2)))
         sums = add(sums, LATE, own, self.index, EARLY)
 
-        def turn(sums: Part, source: jax.Array, tokens: _Tokens) -> Part:
+        def turn(sums: AttentionPart, source: jax.Array, tokens: _Tokens) -> AttentionPart:
             sums = add(sums, LATE, tokens, source, EARLY)
             both = self._alike(source)
             return add(sums, both, tokens, source, both)
@@ -146,7 +148,7 @@ class _Around:
         def run(half: Any, keys: _Tokens, source: Any, of: Any) -> tuple[Any, Any]:
             view = self._view(own, half, keys, source, of, window)
             k, v = _half(keys.kv, of, 2)
-            whole = Part(_half(out, half, 1), _half(lse, half, 2))
+            whole = AttentionPart(_half(out, half, 1), _half(lse, half, 2))
             rows = (_half(x, half, 1) for x in (q, d_out))
             dq, dk, dv = gradients_of(next(rows), k, v, whole, next(rows), view, self.scores)
             return dq, jnp.stack([dk, dv])
@@ -242,10 +244,10 @@ class _Around:
         """Which keys of one half of a device's tokens one half of our queries see."""
         length = own.kv.shape[2] // 2
 
-        def side(tokens: _Tokens, device: Any, half: Any) -> Side:
+        def side(tokens: _Tokens, device: Any, half: Any) -> TokenSpan:
             number = jnp.where(half == EARLY, device, 2 * self.ways - 1 - device)
             ids = None if tokens.ids is None else _half(tokens.ids, half, 1)
-            return Side(number * length, ids)
+            return TokenSpan(number * length, ids)
 
         diagonal = keys is own and half is of
         return View(side(own, self.index, half), side(keys, source, of), window, diagonal)

@@ -28,7 +28,7 @@ Sums = tuple[jax.Array, ...]
 """What tiles are added up in."""
 
 
-class Part(NamedTuple):
+class AttentionPart(NamedTuple):
     """Attention over some keys.
 
     Attributes:
@@ -40,7 +40,7 @@ class Part(NamedTuple):
     lse_BNT: jax.Array
 
 
-class Side(NamedTuple):
+class TokenSpan(NamedTuple):
     """Where a run of tokens lies in its sequence.
 
     Attributes:
@@ -62,8 +62,8 @@ class View(NamedTuple):
         diagonal: Whether keys and queries are of the same tokens.
     """
 
-    queries: Side
-    keys: Side
+    queries: TokenSpan
+    keys: TokenSpan
     window: jax.Array | None
     diagonal: bool
 
@@ -83,22 +83,22 @@ class Scores:
     kernel: str
 
 
-def merge(a: Part, b: Part) -> Part:
+def merge(a: AttentionPart, b: AttentionPart) -> AttentionPart:
     """Attention over the keys of both."""
     lse = jnp.logaddexp(a.lse_BNT, b.lse_BNT)
     shares = (jnp.exp(part.lse_BNT - lse).swapaxes(1, 2)[..., None] for part in (a, b))
     out = sum(part.out_BTNH * share for part, share in zip((a, b), shares, strict=True))
-    return Part(jnp.asarray(out), lse)
+    return AttentionPart(jnp.asarray(out), lse)
 
 
-def with_sinks(part: Part, sinks_N: jax.Array) -> Part:
+def with_sinks(part: AttentionPart, sinks_N: jax.Array) -> AttentionPart:
     """The same with a score of each head that takes weight and has no value."""
     lse = jnp.logaddexp(part.lse_BNT, sinks_N.astype(jnp.float32)[None, :, None])
     share_BTN1 = jnp.exp(part.lse_BNT - lse).swapaxes(1, 2)[..., None]
-    return Part(part.out_BTNH * share_BTN1, lse)
+    return AttentionPart(part.out_BTNH * share_BTN1, lse)
 
 
-def sinks_gradient(whole: Part, d_out_BTNH: jax.Array, sinks_N: jax.Array) -> jax.Array:
+def sinks_gradient(whole: AttentionPart, d_out_BTNH: jax.Array, sinks_N: jax.Array) -> jax.Array:
     """The gradient of these scores, like them: that of a key whose value is zero.
 
     Args:
@@ -118,7 +118,7 @@ def part_of(
     v_BSKH: jax.Array,
     view: View,
     scores: Scores,
-) -> Part:
+) -> AttentionPart:
     """Attention over these keys, tile by tile.
 
     Args:
@@ -155,14 +155,14 @@ def part_of(
     out_BTNH = (out / total[..., None]).transpose(1, 0, 4, 2, 3, 5).reshape(B, -1, K * G, H)
     lse_BNT = lse.transpose(1, 2, 3, 0, 4).reshape(B, K * G, -1)
     length = q_BTNH.shape[1]
-    return Part(out_BTNH[:, :length], lse_BNT[..., :length])
+    return AttentionPart(out_BTNH[:, :length], lse_BNT[..., :length])
 
 
 def gradients_of(
     q_BTNH: jax.Array,
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,
-    whole: Part,
+    whole: AttentionPart,
     d_out_BTNH: jax.Array,
     view: View,
     scores: Scores,

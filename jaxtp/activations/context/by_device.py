@@ -12,7 +12,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from jaxtp.activations.by_name import ActivePlan, in_force
-from jaxtp.activations.context.blocks import Part, Scores, sinks_gradient, with_sinks
+from jaxtp.activations.context.blocks import AttentionPart, Scores, sinks_gradient, with_sinks
 
 Gradients = tuple[jax.Array, jax.Array, jax.Array]
 
@@ -51,7 +51,7 @@ def _forward(
         run = in_pieces(run, active, specs.inputs, (specs.heads, specs.lse))
     out, lse = run(q, k, v, ids, window)
     if sinks is not None:
-        whole = with_sinks(Part(out, lse), sinks)
+        whole = with_sinks(AttentionPart(out, lse), sinks)
         out, lse = whole.out_BTNH.astype(q.dtype), whole.lse_BNT
     return out, (q, k, v, ids, window, out, lse, sinks)
 
@@ -68,7 +68,7 @@ def _backward(how: How, kept: tuple[Any, ...], d_out: jax.Array) -> Any:
         inputs = (*specs.inputs, specs.heads, specs.lse, specs.heads)
         with in_force(active):
             dq, dk, dv = in_pieces(run, active, inputs, (specs.heads,) * 3)(*operands, d_out)
-    d_sinks = None if sinks is None else sinks_gradient(Part(out, lse), d_out, sinks)
+    d_sinks = None if sinks is None else sinks_gradient(AttentionPart(out, lse), d_out, sinks)
     return dq, dk, dv, None, None, d_sinks
 
 

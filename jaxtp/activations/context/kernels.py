@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtp.activations.context import blocks
-from jaxtp.activations.context.blocks import Part, Scores, View
+from jaxtp.activations.context.blocks import AttentionPart, Scores, View
 from jaxtp.rules.jaxpr.reentry import bind, read
 
 FORWARD = "dot_product_attention_fwd_wrapper"
@@ -31,19 +31,19 @@ def is_fused(view: View, scores: Scores) -> bool:
 
 def part_of(
     q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, view: View, scores: Scores
-) -> Part:
+) -> AttentionPart:
     """As `blocks.part_of`."""
     if not is_fused(view, scores):
         return blocks.part_of(q_BTNH, k_BSKH, v_BSKH, view, scores)
     out, lse = _fused(q_BTNH, k_BSKH, v_BSKH, scores, diagonal=view.diagonal)
-    return Part(out.astype(jnp.float32), lse)
+    return AttentionPart(out.astype(jnp.float32), lse)
 
 
 def gradients_of(
     q_BTNH: jax.Array,
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,
-    whole: Part,
+    whole: AttentionPart,
     d_out_BTNH: jax.Array,
     view: View,
     scores: Scores,
@@ -64,7 +64,7 @@ def _fused(
     scores: Scores,
     *,
     diagonal: bool,
-    backward: tuple[Part, jax.Array] | None = None,
+    backward: tuple[AttentionPart, jax.Array] | None = None,
 ) -> tuple[jax.Array, ...]:
     """The result of cuDNN and `lse`; or, given those over all keys, its gradients."""
     attend = functools.partial(

@@ -13,9 +13,9 @@ import jax
 from jaxtp.activations.by_name import ActivePlan, active_plan
 from jaxtp.activations.context.blocks import (
     LARGEST,
-    Part,
+    AttentionPart,
     Scores,
-    Side,
+    TokenSpan,
     View,
     gradients_of,
     part_of,
@@ -54,7 +54,7 @@ class _Alone:
         self, q: Any, k: Any, v: Any, ids: Any, window: Any, out: Any, lse: Any, d_out: Any
     ) -> Gradients:
         view = _view(ids, window)
-        dq, dk, dv = gradients_of(q, k, v, Part(out, lse), d_out, view, self.scores)
+        dq, dk, dv = gradients_of(q, k, v, AttentionPart(out, lse), d_out, view, self.scores)
         return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
 
 
@@ -63,5 +63,5 @@ def _alone(scores: Scores, _: ActivePlan | None) -> _Alone:
 
 
 def _view(ids: Any, window: Any) -> View:
-    side = Side(jax.numpy.int32(0), ids)
+    side = TokenSpan(jax.numpy.int32(0), ids)
     return View(side, side, window, diagonal=True)

@@ -17,7 +17,7 @@ from jax.experimental import multihost_utils
 
 from jaxtp.config.named_files import as_folder
 from jaxtp.errors import BadCheckpoint, BadConfig, BadWeights, Problems, UnsupportedModel, join
-from jaxtp.io.assemble import Source
+from jaxtp.io.assemble import ParameterSource
 from jaxtp.io.hf.config import FAMILIES, write_fields
 from jaxtp.io.hf.files import Tensors
 from jaxtp.io.hf.save import complete, fetch, places_of
@@ -70,7 +70,9 @@ def read_lora(folder: str | Path) -> Lora:
     return Lora(rank=rank, alpha=float(alpha), targets=tuple(sorted(set(names))))
 
 
-def adapter_sources(model: Decoder, names: Mapping[str, Stored], folder: Path) -> dict[str, Source]:
+def adapter_sources(
+    model: Decoder, names: Mapping[str, Stored], folder: Path
+) -> dict[str, ParameterSource]:
     """Which tensors of a PEFT folder each factor is made of.
 
     Args:
@@ -82,10 +84,10 @@ def adapter_sources(model: Decoder, names: Mapping[str, Stored], folder: Path) -
         BadWeights: TP095, for missing tensors, tensors of another model, and other shapes.
     """
     stored, problems = read_header(folder / WEIGHTS), Problems()
-    sources: dict[str, Source] = {}
+    sources: dict[str, ParameterSource] = {}
     wanted: set[str] = set()
     for path, (row, how) in adapter_table(model, names).items():
-        sources[path] = Source(np.empty(how.stack, object), how)
+        sources[path] = ParameterSource(np.empty(how.stack, object), how)
         for index in np.ndindex(how.stack):
             name = row.name.format(*how.numbers(index))
             wanted.add(name)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jaxtp.errors import BadWeights, Problems, join
 from jaxtp.io.json_text import read_json
-from jaxtp.io.safetensors import Tensor, read_header
+from jaxtp.io.safetensors import StoredTensor, read_header
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -20,7 +20,7 @@ Tensors = dict[str, tuple[str, tuple[int, ...]]]
 """Name -> (NumPy name of the type, shape in elements)."""
 
 
-def read_folder(folder: Path) -> dict[str, Tensor]:
+def read_folder(folder: Path) -> dict[str, StoredTensor]:
     """All tensors of a folder by name, from model.safetensors or else from the index's files.
 
     Raises:
@@ -37,7 +37,7 @@ def read_folder(folder: Path) -> dict[str, Tensor]:
         )
     placed = _weight_map(folder / INDEX)
     problems = Problems()
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, StoredTensor] = {}
     for name in sorted(set(placed.values())):
         try:
             found = read_header(folder / name)

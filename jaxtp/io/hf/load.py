@@ -20,14 +20,14 @@ from numpy.typing import NDArray
 
 from jaxtp.config.named_files import as_folder
 from jaxtp.errors import BadWeights, Problems, join
-from jaxtp.io.assemble import Source, assemble
+from jaxtp.io.assemble import ParameterSource, assemble
 from jaxtp.io.hf.adapters import adapter_sources, read_lora
 from jaxtp.io.hf.config import family_of, read_fields
 from jaxtp.io.hf.files import CONFIG, read_folder
 from jaxtp.io.hf.quantized import alone, place_kernel
 from jaxtp.io.json_text import read_json
 from jaxtp.io.progress import byte_bar
-from jaxtp.io.safetensors import Tensor
+from jaxtp.io.safetensors import StoredTensor
 from jaxtp.mesh.axes import MeshShape
 from jaxtp.mesh.build import auto_context, plan_mesh
 from jaxtp.models import Config, Decoder, abstract
@@ -151,7 +151,7 @@ def _kernel(
     return "cudnn" if on_gpu and not cudnn_obstacle(config, dtype, shape.tp_size) else "xla"
 
 
-def _file_dtype(fields: Mapping[str, Any], stored: Mapping[str, Tensor], where: str) -> str:
+def _file_dtype(fields: Mapping[str, Any], stored: Mapping[str, StoredTensor], where: str) -> str:
     """The type that the config says its weights have; without a word there, that of the widest."""
     said = fields.get("torch_dtype", fields.get("dtype"))
     if said is None:
@@ -165,21 +165,21 @@ def _file_dtype(fields: Mapping[str, Any], stored: Mapping[str, Tensor], where: 
 def _match(
     model: Decoder,
     names: Mapping[str, Stored],
-    stored: Mapping[str, Tensor],
+    stored: Mapping[str, StoredTensor],
     folder: Path,
     *,
     any_float: bool,
-) -> dict[str, Source]:
+) -> dict[str, ParameterSource]:
     """Which tensors each parameter is made of; every tensor is used, or known not to be needed."""
     problems = Problems()
     stored = _with_prefix(stored, next(iter(names.values())).name.partition(".")[0] + ".")
-    sources: dict[str, Source] = {}
+    sources: dict[str, ParameterSource] = {}
     wanted: set[str] = set()
     shapes = {path: param.shape for path, param in flatten(model).items()}
     hows = storages(names, {path: n for path, n in shapes.items() if not is_adapter(path)})
     _check_count(hows, stored, folder)
     for path, how in hows.items():
-        sources[path] = Source(np.empty(how.stack, object), how)
+        sources[path] = ParameterSource(np.empty(how.stack, object), how)
         for index in np.ndindex(how.stack):
             name = names[path].name.format(*how.numbers(index))
             wanted.add(name)
@@ -200,7 +200,9 @@ def _match(
     return sources
 
 
-def _check_count(hows: Mapping[str, Storage], stored: Mapping[str, Tensor], folder: Path) -> None:
+def _check_count(
+    hows: Mapping[str, Storage], stored: Mapping[str, StoredTensor], folder: Path
+) -> None:
     """Refuses a config of far more layers or experts than the files hold, before they are listed.
 
     Raises:
@@ -215,14 +217,14 @@ def _check_count(hows: Mapping[str, Storage], stored: Mapping[str, Tensor], fold
         )
 
 
-def _part(tensor: Tensor, how: Storage) -> Tensor:
+def _part(tensor: StoredTensor, how: Storage) -> StoredTensor:
     """The rows of a tensor that are one parameter: they lie together."""
     shape = (how.shape[0], *how.whole[1:])
     before = how.first * math.prod(shape[1:]) * jnp.dtype(tensor.dtype).itemsize
     return dataclasses.replace(tensor, shape=shape, start=tensor.start + before)
 
 
-def _with_prefix(stored: Mapping[str, Tensor], prefix: str) -> Mapping[str, Tensor]:
+def _with_prefix(stored: Mapping[str, StoredTensor], prefix: str) -> Mapping[str, StoredTensor]:
     """Tensors by the names that a whole model gives them.
 
     Files saved from the model without its head lack the prefix; the published GPT-2 is such a file.
@@ -233,7 +235,7 @@ def _with_prefix(stored: Mapping[str, Tensor], prefix: str) -> Mapping[str, Tens
 
 
 def _check(
-    tensor: Tensor, how: Storage, param_dtype: str, problems: Problems, *, any_float: bool
+    tensor: StoredTensor, how: Storage, param_dtype: str, problems: Problems, *, any_float: bool
 ) -> None:
     if tensor.shape != how.whole:
         problems.add(

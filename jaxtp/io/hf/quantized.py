@@ -10,14 +10,16 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding
 
-from jaxtp.io.assemble import Source
+from jaxtp.io.assemble import ParameterSource
 from jaxtp.models import Decoder
 from jaxtp.models.quantized import SCALES, VALUES, quantized, stack_names
 from jaxtp.placement.train_state import Slot
 from jaxtp.plan.trees import flatten, partition_spec
 
 
-def alone(sources: Mapping[str, Source], stacked: Decoder, model: Decoder) -> dict[str, Source]:
+def alone(
+    sources: Mapping[str, ParameterSource], stacked: Decoder, model: Decoder
+) -> dict[str, ParameterSource]:
     """What each parameter of a quantised model is made of; scales are made with their kernels.
 
     Args:
@@ -26,7 +28,7 @@ def alone(sources: Mapping[str, Source], stacked: Decoder, model: Decoder) -> di
         model: The quantised one, or its shapes.
     """
     names, held = stack_names(stacked), flatten(model).keys()
-    found: dict[str, Source] = {}
+    found: dict[str, ParameterSource] = {}
     for path, source in sources.items():
         name, _, rest = path.partition("/")
         if name not in names:
@@ -36,7 +38,7 @@ def alone(sources: Mapping[str, Source], stacked: Decoder, model: Decoder) -> di
             one = np.empty(source.tensors.shape[1:], object)
             one[...] = source.tensors[layer]
             storage = source.storage._replace(stack=one.shape)
-            found[_path(f"{name}/{layer}/{rest}", held)] = Source(one, storage)
+            found[_path(f"{name}/{layer}/{rest}", held)] = ParameterSource(one, storage)
     return found
 
 
