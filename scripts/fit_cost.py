@@ -55,7 +55,7 @@ BY_FRAMEWORK: Mapping[str, tuple[str, ...]] = {
 SHARED = (
     (block, "BACKWARD_LAUNCHES", 1.2), (block, "RANK_JITTER", 1.5), (products, "FILL_DEPTH", 1.5),
     (step, "HEAD_BYTES", 1.3), (step, "ENDS_LAUNCHES", 1.5), (products, "MISALIGNED", 1.3),
-    (block, "HOST_OVERLAP", 1.5),
+    (block, "HOST_OVERLAP", 1.5), (block, "SOFTMAX_LAUNCHES", 1.5),
 )  # fmt: skip
 """What all share: module, constant, factor of its prior."""
 

@@ -7,6 +7,7 @@ the run: no time, no rate, no note.
 
 import csv
 import dataclasses
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -129,7 +130,7 @@ def sizes(row: Row) -> ModelSizes:
         raise CannotDescribe(f"no {', '.join(missing)}")
     whole = {name: int(value or 0) for name, value in found.items()}
     hidden = whole["hidden"]
-    heads = whole["heads"] or max(1, hidden // 128)
+    heads = whole["heads"] or _likely_heads(hidden, int(number(row, "tp") or 1))
     text = row["model"].lower()
     # GPT models have an MLP of four widths, and no gate.
     gated = "llama" in text or whole["ffn"] not in (0, 4 * hidden)
@@ -157,6 +158,12 @@ def sizes(row: Row) -> ModelSizes:
         positions=0 if gated else whole["seq"],
         dropout=not gated,
     )
+
+
+def _likely_heads(hidden: int, tp: int) -> int:
+    """Heads of a model that says none: of the numbers that tp divides, nearest to 128 wide."""
+    whole = [heads for heads in range(tp, hidden + 1, tp) if hidden % heads == 0] or [1]
+    return min(whole, key=lambda heads: abs(math.log(hidden / heads / 128)))
 
 
 def recompute_of(row: Row) -> Recompute:

@@ -9,6 +9,7 @@ from jaxtp.cost.block import block_seconds
 from jaxtp.cost.data_parallel import gather_seconds
 from jaxtp.cost.habits import HABITS
 from jaxtp.cost.peak_memory import kept_bytes
+from jaxtp.cost.products import memory_rate
 from jaxtp.cost.strategy import ModelSizes, Recompute, Strategy
 from jaxtp.cost.wire import Wires
 from jaxtp.hardware.gpus import KINDS
@@ -132,3 +133,30 @@ def test_one_process_waits_for_no_other_to_launch():
     habits = HABITS["megatron"]
     alone, two = (block_seconds(MODEL, Strategy(tp=n), WIRES, habits)[0].launch for n in (1, 2))
     assert alone == habits.launch_seconds < two
+
+
+@pytest.mark.parametrize(
+    ("heads", "tp", "in_steps"), [(16, 4, False), (16, 8, True), (24, 4, True)]
+)
+def test_softmax_is_in_steps_where_heads_do_not_fill_its_blocks(heads, tp, in_steps):
+    """4, 2 and 6 heads a device, of one sequence; of four they fill blocks of 4 again."""
+    model = dataclasses.replace(MODEL, heads=heads)
+    plain = dataclasses.replace(HABITS["megatron"], softmax_multiple=1)
+
+    def more(micro_batch):
+        s = Strategy(tp=tp, micro_batch=micro_batch, recompute=int(Recompute.FULL))
+        with_it, without = (
+            block_seconds(model, s, WIRES, one) for one in (HABITS["megatron"], plain)
+        )
+        return [
+            (a.launch - b.launch, a.compute - b.compute)
+            for a, b in zip(with_it, without, strict=True)
+        ]
+
+    (launch, compute), (launch_again, compute_again) = more(1)
+    scores = heads / tp * 1024**2 * HABITS["megatron"].traffic / memory_rate(WIRES.device)
+    assert compute == pytest.approx(34 * scores * in_steps)
+    assert compute_again == pytest.approx((34 + 37) * scores * in_steps)
+    assert launch_again == pytest.approx(2 * launch)  # recomputed, and backward
+    assert (launch > 0) == in_steps
+    assert more(4) == [(0, 0), (0, 0)]

@@ -35,7 +35,11 @@ ROUTED_COPIES = 8
 """Times that the routed tokens are read or written on their way to experts and back: copied for the
 send, sorted by expert, sorted back, and weighted and summed."""
 
-RANK_JITTER = 0.011
+SOFTMAX_LAUNCHES = 0.37
+"""Host time of softmax in steps (`Habits.softmax_multiple`), in each pass, relative to a block's
+forward pass. Fitted: 0.35 on models of width 1,024, 0.38 on those of 2,048."""
+
+RANK_JITTER = 0.0085
 """Share that each pair of devices along tp adds to host time: in every all-reduce each waits for
 all others' hosts. Fitted."""
 
@@ -90,15 +94,16 @@ def block_seconds(
     share = model.routed_layers / model.layers
     launch = habits.launch_seconds * (1 + RANK_JITTER * pairs)
     launch = launch * (1 + share * (ROUTED_LAUNCHES - 1))
+    steps = SOFTMAX_LAUNCHES * habits.launch_seconds * is_softmax_in_steps(model, s, habits)
     passes = is_recompute(s, Recompute.FULL, Recompute.STAGE, Recompute.OUTPUTS)
     return (
-        BlockSeconds(whole, 2 * message, context, routed, launch),
+        BlockSeconds(whole, 2 * message, context, routed, launch + steps),
         BlockSeconds(
             sum(backward) + again + adding,
             (2 + rerun) * message + regather,
             context * (2 + passes),
             routed * (1 + _routed_again(s, habits)),
-            launch * (BACKWARD_LAUNCHES + passes),
+            launch * (BACKWARD_LAUNCHES + passes) + steps * (1 + passes),
         ),
     )
 
@@ -186,7 +191,8 @@ def _attention(
         )
     if not np.all(fused):
         traffic = habits.traffic * habits.score_traffic
-        slow = unfused_attention_seconds(*sizes, backward=backward, traffic=traffic)
+        steps = is_softmax_in_steps(model, s, habits)
+        slow = unfused_attention_seconds(*sizes, backward=backward, traffic=traffic, in_steps=steps)
         found = np.where(fused, found, slow)
     return found
 
@@ -194,6 +200,12 @@ def _attention(
 def is_fused(s: Strategy, habits: Habits) -> Number:
     """Whether attention keeps its scores in the chip."""
     return np.asarray(s.fused, bool) & habits.fused_attention
+
+
+def is_softmax_in_steps(model: ModelSizes, s: Strategy, habits: Habits) -> Number:
+    """Whether mask, scale and softmax of scores in memory are kernels of their own."""
+    rows = np.asarray(s.micro_batch) * model.heads / np.asarray(s.tp)
+    return (np.mod(rows, habits.softmax_multiple) != 0) & np.logical_not(is_fused(s, habits))
 
 
 def elementwise_bytes(model: ModelSizes, s: Strategy, *, backward: bool) -> Number:

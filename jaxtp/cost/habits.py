@@ -20,6 +20,8 @@ class Habits:
         step_seconds: Host time of one step outside the blocks: data, loss scale, bookkeeping.
         traffic: Bytes that elementwise work moves, relative to kernels fused as in Megatron-LM.
         score_traffic: The same of scores that are not fused, relative to `traffic`.
+        softmax_multiple: What heads x sequences on one device have to be a multiple of for mask,
+            scale and softmax to be one kernel, where scores are not fused.
         kept_copies: Times that what a block keeps is read or written to be stacked and taken out.
         fused_attention: Whether scores stay in the chip.
         attention: Rate of its attention kernel relative to what runs on the device sustained.
@@ -63,6 +65,7 @@ class Habits:
     step_seconds: float = 0.0
     traffic: float = 1.0
     score_traffic: float = 1.0
+    softmax_multiple: int = 1
     kept_copies: float = 0.0
     fused_attention: bool = True
     attention: float = 1.0
@@ -100,6 +103,7 @@ _MEGATRON = Habits(
     launch_seconds=0.81e-3,
     step_seconds=1e-3,
     traffic=0.95,
+    softmax_multiple=4,  # megatron/model/fused_softmax.py, is_kernel_available
     fused_attention=False,
     accumulate_bytes=6,
     logit_bytes=4,

@@ -100,6 +100,7 @@ def unfused_attention_seconds(
     *,
     backward: bool,
     traffic: float = 1.0,
+    in_steps: Number = 0,
 ) -> Number:
     """Seconds of attention whose scores go through memory, as Megatron-LM ran it until 2023.
 
@@ -107,6 +108,8 @@ def unfused_attention_seconds(
     write the scores. Forward 8 bytes a score: softmax reads what the mask leaves (1) and writes
     all (2), dropout reads and writes (4) and keeps a mask (1). Backward 9: dropout 5, softmax reads
     two halves and writes (4). Korthikanti et al. 2022, section 4.1, count what is kept of them.
+    Softmax in steps, each a kernel in float32: cast (6), scale (8), mask (9), softmax (8) and cast
+    back (6) instead of 3 forward; 6, 8, 9, 12 and 6 instead of 4 backward.
 
     Args:
         device: The GPU.
@@ -116,10 +119,12 @@ def unfused_attention_seconds(
         heads: Heads of all sequences of the micro-batch on one device.
         backward: Whether the backward pass is meant.
         traffic: Bytes relative to those.
+        in_steps: Whether softmax is in steps.
     """
     scores = product_seconds(device, queries, keys, head_dim, count=heads)
     values = product_seconds(device, queries, head_dim, keys, count=heads)
-    moved = traffic * heads * queries * keys * (9 if backward else 8) / memory_rate(device)
+    each = (9 + 37 * in_steps) if backward else (8 + 34 * in_steps)
+    moved = traffic * heads * queries * keys * each / memory_rate(device)
     return (2 if backward else 1) * (scores + values) + moved
 
 
