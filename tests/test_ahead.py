@@ -220,3 +220,93 @@ def test_a_table_is_gathered_where_as_much_is_taken_from_it(tokens, is_gathered)
     assert not said
     compiled = jax.jit(placed).lower(*given).compile().as_text()
     assert ("f32[256,16]" in compiled) is is_gathered
+
+
+def in_a_row(params, ids, memory):
+    """Unequal layers one after the other, that share a gain and an input, and a tied table."""
+    x = params["table"][ids] + params["positions"]
+    for n, w in enumerate(params["layers"]):
+
+        def layer(x, w):
+            return mlp(x * params["gain"], w)[0] + memory @ w["read"]
+
+        x = jax.checkpoint(layer)(x, w) if n else layer(x, w)
+    return ((x @ params["table"].T) ** 2).mean()
+
+
+@pytest.mark.parametrize("sizes", [{"fsdp": 8, "tp": 1}, {"fsdp": 4, "tp": 2}])
+def test_layers_in_a_row_have_the_next_ones_weights_ahead(sizes):
+    shapes = {"up": (16, 64), "down": (64, 16), "read": (16, 16)}
+    key = iter(jax.random.split(jax.random.key(5), 16))
+
+    def normal(*shape):
+        return jax.random.normal(next(key), shape) / 8
+
+    params = {
+        "table": normal(256, 16),
+        "positions": normal(1, 4, 16),
+        "gain": normal(1, 1, 16) + 1,
+        "layers": [{name: normal(*shape) for name, shape in shapes.items()} for _ in range(3)],
+    }
+    ids, memory = jax.random.randint(next(key), (16, 4), 0, 256), normal(16, 4, 16)
+    placed, given, number, said = placed_on(in_a_row, params, ids, memory, **sizes)
+    assert not said
+    assert number >= 12
+    want = jax.value_and_grad(in_a_row, (0, 2))(params, ids, memory)
+    got = jax.jit(jax.value_and_grad(placed, (0, 2)))(*given)
+    assert_close(jax.tree.leaves(got), jax.tree.leaves(want), 16 * 4 * 256)
+    assert_close(jax.jit(placed)(*given), want[0], 16 * 4 * 256)
+
+
+def one(x, w):
+    return mlp(x, w)[0]
+
+
+def through(x, params):
+    for w in params:
+        x = one(x, w)
+    return x
+
+
+def centred(params, x):
+    """Rows meet in the middle."""
+    x = through(x, params[:2])
+    x = one(x - x.mean(0, keepdims=True), params[2])
+    return through(x, params[3:])
+
+
+def in_two_parts(params, x):
+    """Layers that all read what others before them made."""
+    memory = y = through(x, params[:3])
+    for w in params[3:]:
+        y = y + jax.nn.relu((y + memory) @ w["up"]) @ w["down"]
+    return y
+
+
+def jitted(params, x):
+    return jax.jit(through)(x, params)
+
+
+def kept_by_all(params, x):
+    """Every layer reads all before it."""
+    seen = [x]
+    for w in params:
+        seen.append(one(sum(seen), w))
+    return sum(seen)
+
+
+@pytest.mark.parametrize(
+    ("fn", "barred", "notes"),
+    [
+        (jitted, 12, []),
+        (centred, 8, ["(centred)"]),
+        (in_two_parts, 12, []),
+        (kept_by_all, 0, ["no loop gathers them ahead: 0/down, 0/up, 1/down"]),
+    ],
+)
+def test_which_layers_in_a_row_are_found(fn, barred, notes):
+    params = [jax.tree.map(lambda w: w[0], STACKS)] * 6
+    _, _, number, said = placed_on(fn, params, jnp.ones((16, 4, 16)), fsdp=8, tp=1)
+    assert number == barred
+    assert len(said) == len(notes)
+    assert all(note in text for note, text in zip(notes, said, strict=True))

@@ -142,7 +142,11 @@ def inputs(rows=BATCH):
     return jax.random.normal(jax.random.key(3), (rows, TOKENS, WIDTH))
 
 
-@pytest.mark.parametrize("sizes", [{"tp": 8}, {"dp": 2, "tp": 4}], ids=["tp8", "dp2-tp4"])
+@pytest.mark.parametrize(
+    "sizes",
+    [{"tp": 8}, {"dp": 2, "tp": 4}, {"dp": 2, "fsdp": 2, "tp": 2}],
+    ids=["tp8", "dp2-tp4", "weights ahead"],
+)
 def test_unrolled_with_the_loss_outside(sizes):
     model, x = Unrolled(nnx.Rngs(0)), inputs()
     placed, number, said = traced(model, x, **sizes)
@@ -165,7 +169,6 @@ def test_what_mixes_the_batch_runs_on_all_of_it(kind):
     ("rows", "sizes", "why"),
     [
         (6, {"dp": 2, "tp": 4}, "6 sequences on 2 replicas"),
-        (8, {"fsdp": 2, "tp": 4}, "sharded over fsdp, and no loop gathers them ahead"),
         (1, {"tp": 8}, "no input leads with rows of the batch (shapes (1, 6, 32))"),
     ],
 )

@@ -1,7 +1,7 @@
 """Anybody's model on two halves of the batch, as far as rows of the batch are treated alone."""
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -57,7 +57,7 @@ def on_halves(
         notes = _check_products(halves, whole.analysis.scope)
         analysis = analyse_jaxpr(half, paths)
         placer = HalfPlacer(analysis, whole.plan, whole.mesh)
-        notes += check_sums(placer, placer.analysis.scope, halves)
+        notes += check_sums(placer, [(placer.analysis.scope, halves)])
     except NotInterleaved as error:
         return None, [str(error)]
     flat = jax.tree.leaves(args)
@@ -81,18 +81,17 @@ def _refuse_cp(whole: Placer) -> None:
         )
 
 
-def check_sums(placer: HalfPlacer, scope: Scope, halves: Halves) -> list[str]:
+def check_sums(placer: HalfPlacer, programs: Iterable[tuple[Scope, Halves]]) -> list[str]:
     """Says which sums over devices stay in one piece; refuses where all of them do.
 
     Args:
         placer: Runs the halves.
-        scope: The program.
-        halves: What of it runs there.
+        programs: Each with what of it runs there.
 
     Raises:
         NotInterleaved: TP073, if there is no message that the other half's products could hide.
     """
-    found = list(_sums(placer, scope, halves))
+    found = [one for program in programs for one in _sums(placer, *program)]
     whole = list(dict.fromkeys(line for is_apart, line in found if not is_apart))
     tensor = join(placer.plan.mesh.tp)
     fix = f"heads and widths that all of {tensor} divides, outside of custom derivative rules"

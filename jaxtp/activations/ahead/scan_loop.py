@@ -106,7 +106,7 @@ class Loop:
         params, others = dict[str, Any](), dict[str, Any]()
         for n, row in enumerate(operands[self.first :]):
             (params if str(n) in self.weights.by_path else others)[str(n)] = row
-        run = self._run(operands, params, others)
+        run = self.run(operands, params, others)
         x, ys = differentiable(run)(params, x, context, others)
         joined = [self.cut.join(*pair) for pair in zip(x, self.results, strict=False)]
         stacked = zip(ys, self.results[num_carry:], strict=True)
@@ -118,9 +118,10 @@ class Loop:
             for n, (out, lies) in enumerate(zip(joined, self.results, strict=True))
         ]
 
-    def _run(
+    def run(
         self, operands: Sequence[Any], params: Mapping[str, Any], others: Mapping[str, Any]
     ) -> ScanRun:
+        """Its turns for operands of these shapes: constants, what is carried, and stacked rows."""
         num_carry, num = self.turn.num_carry, self.first
         pairs = list(zip(operands[:num], self.lies[:num], strict=True))
         structs = [self.cut.struct(x, lies) for x, lies in pairs]

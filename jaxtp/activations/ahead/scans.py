@@ -13,10 +13,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxtp.activations.ahead.chains import Chain, ChainFinder
 from jaxtp.activations.ahead.passes import is_float
 from jaxtp.activations.ahead.product_types import product_type
 from jaxtp.activations.ahead.scan_layer import Body, Turn
 from jaxtp.activations.ahead.scan_loop import Cut, Loop
+from jaxtp.activations.ahead.specs import spec_of
 from jaxtp.activations.ahead.weights import SMALL_BYTES, Leaf, Replicas, Weights, other_axes
 from jaxtp.activations.batch_parts import another, batch_of, traced_on_part
 from jaxtp.activations.by_name import ActivePlan
@@ -26,13 +28,12 @@ from jaxtp.activations.interleaved import HalvesInTurns
 from jaxtp.activations.placer import Placer
 from jaxtp.errors import NotInterleaved, join
 from jaxtp.mesh.axes import Axis, Shards
-from jaxtp.plan.decisions import Plan
 from jaxtp.plan.trees import Spec
-from jaxtp.rules.jaxpr import Analysis, analyse_jaxpr
+from jaxtp.rules.jaxpr import analyse_jaxpr
 from jaxtp.rules.jaxpr.halves import Halves, Lies, MixesBatch, compare_scan
 from jaxtp.rules.jaxpr.primitives import PRIMITIVES
 from jaxtp.rules.jaxpr.reentry import checkpoint, inline, same_rank
-from jaxtp.rules.jaxpr.walk import UNKNOWN, Kind, Scope, Value, bare, where
+from jaxtp.rules.jaxpr.walk import UNKNOWN, Kind, Scope, bare, where
 from jaxtp.rules.roles import Role
 
 Place = tuple[Scope, int]
@@ -47,9 +48,26 @@ class AheadPlacer(Placer):
     keep. A table from which less is taken than it holds stays in shards.
     """
 
-    def __init__(self, whole: Placer, loops: Mapping[Place, Loop]) -> None:
+    def __init__(
+        self, whole: Placer, loops: Mapping[Place, Loop], chains: Mapping[Place, Chain]
+    ) -> None:
         super().__init__(whole.analysis, whole.plan, whole.mesh)
         self._loops = loops
+        self._chains = {
+            (scope, position): (chain, position == first)
+            for (scope, first), chain in chains.items()
+            for position in chain.held
+        }
+
+    def step(
+        self, scope: Scope, position: int, known: dict[Any, Any], gathered: dict[Any, Any]
+    ) -> None:
+        """Runs one equation; layers in a row where the first of their equations stands."""
+        chain, is_first = self._chains.get((scope, position), (None, False))
+        if chain is None:
+            super().step(scope, position, known, gathered)
+        elif is_first:
+            known[chain.layers[-1].result] = chain(self, known)
 
     def _equation(
         self, scope: Scope, position: int, operands: list[Any], gathered: dict[Any, Any]
@@ -107,9 +125,9 @@ def overlapped(
         error = NotInterleaved(f"{what}: {join(others, 3)}", fix="a scan that slices them")
         notes.append(str(error))
     notes += dict.fromkeys(finder.notes)
-    if not finder.loops:
+    if not finder.loops and not finder.chains:
         return None, notes
-    placer = AheadPlacer(whole, finder.loops)
+    placer = AheadPlacer(whole, finder.loops, finder.chains)
     results = placer.run(whole.analysis.scope, jax.tree.leaves(args))
     whole.left |= placer.left | finder.placer.left
     return results, notes
@@ -194,6 +212,7 @@ class _Finder:
         rows: Of the whole batch.
         pieces: How many such parts one replica has.
         loops: What was found.
+        chains: Layers in a row that were found, by the first of their equations.
         left: Why others were left as they are, by line.
         notes: What else is to be said.
         tables: Paths of the parameters that something is looked up in.
@@ -207,6 +226,7 @@ class _Finder:
     rows: int
     pieces: int
     loops: dict[Place, Loop] = dataclasses.field(default_factory=dict)
+    chains: dict[Place, Chain] = dataclasses.field(default_factory=dict)
     left: list[str] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
     tables: set[str] = dataclasses.field(default_factory=set)
@@ -222,6 +242,7 @@ class _Finder:
         """Itself, with loops that gain nothing from two pieces as `one` has them."""
         found = {place: one.loops[place] for place in self.in_vain if place in one.loops}
         self.loops |= found
+        self.chains |= {p: one.chains[p] for p in self.in_vain if p in one.chains}
         one.placer.left = self.placer.left
         return self
 
@@ -243,8 +264,11 @@ class _Finder:
                 "the function is another program on one replica's part of the batch",
                 fix="sizes that follow from the arguments",
             )
+        taken = self._rows(scope, part)
         for position, equation in enumerate(scope.jaxpr.eqns):
             row = PRIMITIVES.get(equation.primitive.name)
+            if position in taken:
+                continue
             if equation.primitive.name == "gather":
                 table = self.whole.analysis.value(scope, equation.invars[0])
                 self.tables.add(table.path)
@@ -255,13 +279,41 @@ class _Finder:
             elif row and row.again in (inline, checkpoint):
                 self.search(scope.calls[position][0], part.calls[position][0])
 
+    def _rows(self, scope: Scope, part: Scope) -> set[int]:
+        """Finds the layers that stand in a row; the positions of their equations."""
+        closed = {position for position in scope.calls if self._has_loop(scope, position)}
+        cut = Cut(self._replicas(), self.rows, self.pieces)
+        finder = ChainFinder(self.whole, cut, self._body, self.sharded)
+        chains, taken = finder.search(scope, part, closed)
+        self.left += finder.left
+        self.met |= finder.met & self.sharded
+        for chain in chains:
+            place = scope, chain.first
+            self.chains[place] = chain
+            if self.pieces == 2:
+                self._check_halves(place, chain.programs)
+        return taken
+
+    def _has_loop(self, scope: Scope, position: int) -> bool:
+        """Whether an equation is a scan that slices what is to be gathered, or holds one."""
+        equation = scope.jaxpr.eqns[position]
+        if equation.primitive.name == "scan":
+            return bool(self._slices(scope, equation))
+        calls = scope.calls[position]
+        return any(self._has_loop(inner, n) for inner in calls for n in inner.calls)
+
+    def _slices(self, scope: Scope, scan: Any) -> set[str]:
+        """Paths of the parameters that a scan slices and of which it has shards."""
+        values = [self.whole.analysis.value(scope, var) for var in scan.invars]
+        pairs = list(zip(values, scan.invars, strict=True))
+        rows = {v.path for v, var in pairs[_first_row(scan) :] if is_float(var.aval)}
+        return rows & self.sharded
+
     def _scan(self, scope: Scope, part: Scope, position: int) -> None:
         two, one = scope.jaxpr.eqns[position], part.jaxpr.eqns[position]
         values = [self.whole.analysis.value(scope, var) for var in two.invars]
         held = {value.path for value in values if value.path in self.sharded}
-        pairs = zip(values, two.invars, strict=True)
-        rows = {v.path for v, var in list(pairs)[_first_row(two) :] if is_float(var.aval)}
-        if not held & rows:  # nothing of the next turn's is to be gathered
+        if not (sliced := self._slices(scope, two)):  # nothing of the next turn's is to be gathered
             return
         line = where(two) or UNKNOWN
         try:
@@ -271,8 +323,8 @@ class _Finder:
             inner = part.calls[position][0]
             self.loops[scope, position] = self._loop(found, two, one, inner, values)
             if self.pieces == 2:
-                self._check_halves((scope, position), inner, found.calls[0])
-            self.met |= held & rows
+                self._check_halves((scope, position), [(inner, found.calls[0])])
+            self.met |= sliced
             return
         except MixesBatch as error:
             self.left.append(f"weights are gathered in their own turn: rows meet in {error}")
@@ -319,10 +371,10 @@ class _Finder:
             return lambda given: [tuple(one) for one in turns.body(inner, halves, *given)]
         return lambda given: [(one,) for one in placer.run(inner, [one for (one,) in given])]
 
-    def _check_halves(self, place: Place, inner: Scope, halves: Halves) -> None:
+    def _check_halves(self, place: Place, programs: Sequence[tuple[Scope, Halves]]) -> None:
         """Says which sums of a loop its halves do not hide."""
         try:
-            self.notes += check_sums(self.placer, inner, halves)
+            self.notes += check_sums(self.placer, programs)
         except NotInterleaved as error:
             self.in_vain.add(place)
             self.notes.append(str(error))
@@ -347,19 +399,6 @@ class _Finder:
         if spec[0]:
             raise _LeftAlone(f"the layers of {value.path} are sharded over {join(spec[0])}")
         return spec[1:]
-
-
-def spec_of(analysis: Analysis, plan: Plan, value: Value) -> Spec | None:
-    """Mesh axes of each dim of a parameter, its dims in any order; None for anything else."""
-    if not value.path:
-        return None
-    params = analysis.scope.jaxpr.invars[: analysis.num_params]
-    known = map(analysis.scope.values.__getitem__, params)
-    own = next(v.dims for v in known if v.path == value.path)
-    axes = {dim: axes for dim, axes in zip(own, plan[value.path].spec, strict=True) if dim}
-    if any(dim and dim not in axes for dim in value.dims):
-        return None
-    return tuple(tuple(axes.get(dim, ())) for dim in value.dims)
 
 
 class _LeftAlone(Exception):

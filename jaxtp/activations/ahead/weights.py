@@ -119,15 +119,22 @@ class Weights:
 
     def shards(self, stacked: PyTree, index: jax.Array | int) -> PyTree:
         """One layer's weights as each device stores them, in the type of products."""
+
+        def leaf(w: jax.Array) -> jax.Array:
+            return lax.dynamic_index_in_dim(w, index, keepdims=False)
+
+        return self.stored(jax.tree.map(leaf, stacked))
+
+    def stored(self, layer: PyTree) -> PyTree:
+        """The weights of one layer, which are no stack, as from `shards`."""
         active = self.replicas.active
 
         def leaf(path: str, w: jax.Array) -> jax.Array:
             here = self.by_path[path]
-            w = lax.dynamic_index_in_dim(w, index, keepdims=False)
             w = active.place(w, *here.spec).astype(here.dtype)
             return active.place(w, *here.spec)
 
-        return map_with_path(leaf, stacked)
+        return map_with_path(leaf, layer)
 
     def gather(self, shards: PyTree) -> PyTree:
         """The same on all replicas."""
@@ -184,6 +191,16 @@ class Weights:
             return g.astype(types[path])
 
         return map_with_path(leaf, collected)
+
+    def finished(self, reduced: PyTree, layer: PyTree) -> PyTree:
+        """Gradients of one layer that is no stack, from `reduce`, as from `finish`."""
+        types = {path: w.dtype for path, w in leaves(layer)}
+
+        def leaf(path: str, g: jax.Array) -> jax.Array:
+            here = self.by_path[path]
+            return (self._reduced(g, here.spec) if here.reduces_late else g).astype(types[path])
+
+        return map_with_path(leaf, reduced)
 
     def place_partial(self, partial: PyTree) -> PyTree:
         """Gradients of one layer, (R, ...), where the products leave them."""

@@ -133,17 +133,29 @@ def compare_scan(one: Any, two: Any, around: tuple[Jaxpr, Jaxpr], rows: int, par
     """
     found = Halves(*around, parts)
     try:
-        operands: list[Lies | None] = []
-        for a, b in zip(one.invars, two.invars, strict=True):
-            dim = _halved(a.aval, b.aval, parts)
-            if dim is not None and b.aval.shape[dim] % rows:
-                raise MixesBatch("the batch does not lead in its dim")
-            operands.append(None if dim is None else Lies(dim, b.aval.shape[dim] // rows))
+        operands = lies_by_size(one.invars, two.invars, rows, parts)
         results = _call(found, 0, one, two, operands, rows)
     except MixesBatch as error:
         raise MixesBatch(_at(one, error)) from None
     pairs = zip((*one.invars, *one.outvars), (*operands, *results), strict=True)
     found.lies |= {var: lies for var, lies in pairs if lies}
+    return found
+
+
+def lies_by_size(
+    one: Sequence[Any], two: Sequence[Any], rows: int, parts: int
+) -> list[Lies | None]:
+    """Where the batch lies in variables, by their sizes on `rows / parts` rows and on `rows`.
+
+    Raises:
+        MixesBatch: If the batch does not lead in a dim that depends on its size.
+    """
+    found: list[Lies | None] = []
+    for a, b in zip(one, two, strict=True):
+        dim = _halved(a.aval, b.aval, parts)
+        if dim is not None and b.aval.shape[dim] % rows:
+            raise MixesBatch("the batch does not lead in its dim")
+        found.append(None if dim is None else Lies(dim, b.aval.shape[dim] // rows))
     return found
 
 
