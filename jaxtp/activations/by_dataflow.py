@@ -74,8 +74,9 @@ def parallelize(
             products, can take turns. Where the batch axes shard weights, scans that slice them
             gather those of the next turn beside each turn, once each way, and reduce gradients
             likewise, for one more layer of gathered weights (of nested scans, one more turn of the
-            outermost that slices them); what stands outside of such scans, unrolled layers among
-            it, runs as with "auto". A token table is gathered whole where all replicas take at
+            outermost that slices them). So do layers that stand one after the other, such as those
+            of a Python loop, each of which hands on one array; what stands outside of both runs as
+            with "auto". A token table is gathered whole where all replicas take at
             least as much from it as it holds. A custom derivative rule is taken to treat rows alone
             where its function does.
 

@@ -1,4 +1,4 @@
-"""Layers in a row, each with the next one's weights on their way: `passes` without a loop.
+"""Layers without a loop, each with the next one's weights on their way, as `passes` has loops.
 
 The layers may differ. They stand in the program one after the other, so that each keeps what its
 own backward pass needs, and gradients go where its parameters are. The last one's weights, with
@@ -21,7 +21,7 @@ Context = Sequence[Pieces]
 
 
 @dataclasses.dataclass(frozen=True)
-class InARow:
+class ChainRun:
     """Layers that hand on one array, all arrays in pieces, (R, ...) or the same for all replicas.
 
     Attributes:

@@ -9,13 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxtp.activations.ahead.chain_passes import InARow
+from jaxtp.activations.ahead.chain_passes import ChainRun
 from jaxtp.activations.ahead.passes import is_float
 from jaxtp.activations.ahead.product_types import product_type
 from jaxtp.activations.ahead.scan_layer import Body, Turn
 from jaxtp.activations.ahead.scan_loop import Cut, Loop
+from jaxtp.activations.ahead.segments import Segment, StraightLine
 from jaxtp.activations.ahead.specs import spec_of
-from jaxtp.activations.ahead.stretches import Row
 from jaxtp.activations.ahead.weights import SMALL_BYTES, Leaf, Weights
 from jaxtp.activations.batch_parts import along_batch
 from jaxtp.activations.fused_products import value_of
@@ -86,7 +86,7 @@ class Chain:
         for layer, loop in zip(self.layers, self.loops, strict=True):
             lies |= zip(layer.context, loop.lies, strict=False)
         places = {var: n for n, var in enumerate(lies)}
-        row = InARow(
+        run = ChainRun(
             layers=[self._run(*one) for one in zip(self.layers, self.loops, strict=True)],
             picks=[[places[var] for var in layer.context] for layer in self.layers],
             shared=[at is None for at in lies.values()],
@@ -100,7 +100,7 @@ class Chain:
         x = cut.split(value_of(self.layers[0].carried, known), first.lies[first.first - 1])
         (at,) = last.results
         assert at is not None
-        return along_batch(placer, cut.join(row(params, x, context), at), at.dim)
+        return along_batch(placer, cut.join(run(params, x, context), at), at.dim)
 
     def _run(self, layer: Layer, loop: Loop) -> Any:
         operands = [var.aval for var in (*layer.context, layer.carried)]
@@ -146,29 +146,29 @@ class ChainFinder:
             value = self.whole.analysis.value(scope, var)
             return value.path in self.sharded and sum(size > 1 for size in value.shape) > 1
 
-        row = Row(scope, is_matrix, closed)
+        line = StraightLine(scope, is_matrix, closed)
         found: list[Chain] = []
         taken = set[int]()
-        for stretches in row.layers():
-            taken |= {n for first, last in stretches for n in range(first, last + 1)}
-            layers = list(self._layers(row, stretches))
+        for segments in line.layers():
+            taken |= {n for first, last in segments for n in range(first, last + 1)}
+            layers = list(self._layers(line, segments))
             self.met |= {scope.values[var].path for one in layers for var in one.weights}
             made = [(layer, self._made(layer, scope, part)) for layer in layers]
             for is_layer, group in itertools.groupby(made, lambda one: one[1] is not None):
                 if is_layer and len(some := list(group)) > 1:
                     links, parts = zip(*some, strict=True)
                     loops, programs = zip(*parts, strict=True)
-                    held = {n for link in links for n in link.held if row.moves(n)}
+                    held = {n for link in links for n in link.held if line.moves(n)}
                     found.append(Chain(links, loops, programs, min(held), held))
         return found, taken
 
-    def _layers(self, row: Row, stretches: Sequence[tuple[int, int]]) -> Iterator[Layer]:
-        held = [row.held(stretch) for stretch in stretches]
-        inputs = [row.inputs(one) for one in held]
+    def _layers(self, line: StraightLine, segments: Sequence[Segment]) -> Iterator[Layer]:
+        held = [line.held(segment) for segment in segments]
+        inputs = [line.inputs(one) for one in held]
         times = collections.Counter(var for one in inputs for var in one)
         carried = None
-        for positions, taken, stretch in zip(held, inputs, stretches, strict=True):
-            values = {var: self.whole.analysis.value(row.scope, var) for var in taken}
+        for positions, taken, segment in zip(held, inputs, segments, strict=True):
+            values = {var: self.whole.analysis.value(line.scope, var) for var in taken}
             if carried not in values:
                 moving = [v for v in taken if values[v].kind is Kind.ACTIVATION]
                 floats = [var for var in moving if is_float(var.aval)]
@@ -182,7 +182,7 @@ class ChainFinder:
                 and times[var] == 1
             ]
             context = [var for var in taken if var is not carried and var not in own]
-            result = row.result(stretch)
+            result = line.result(segment)
             yield Layer(positions, context, carried, own, result)
             carried = result
 
@@ -199,9 +199,7 @@ class ChainFinder:
             self.left.append(f"{reason}: {error}")
         return None
 
-    def _loop(
-        self, layer: Layer, scope: Scope, part: Scope
-    ) -> tuple[Loop, tuple[Scope, Halves]]:
+    def _loop(self, layer: Layer, scope: Scope, part: Scope) -> tuple[Loop, tuple[Scope, Halves]]:
         if layer.carried is None:
             raise _LeftAlone(f"nothing comes in at {self._at(scope, layer)}")
         two = layer.program(scope, _names(scope, scope))

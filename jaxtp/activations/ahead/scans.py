@@ -2,7 +2,8 @@
 
 A scan is such a loop if it slices parameters that the batch axes shard. It is written anew where
 its body treats rows of the batch alone, which comparing it with itself on one replica's rows shows;
-wherever its operands come from, and whatever runs behind it. With tensor parallelism the body runs
+wherever its operands come from, and whatever runs behind it. Layers that stand in the program one
+after the other are a chain, which is treated alike: `chains`. With tensor parallelism the body runs
 on two halves of a replica's rows in turns, if the rows halve and a sum in it can be taken apart.
 """
 
@@ -62,7 +63,7 @@ class AheadPlacer(Placer):
     def step(
         self, scope: Scope, position: int, known: dict[Any, Any], gathered: dict[Any, Any]
     ) -> None:
-        """Runs one equation; layers in a row where the first of their equations stands."""
+        """Runs one equation; a chain where its first equation stands."""
         chain, is_first = self._chains.get((scope, position), (None, False))
         if chain is None:
             super().step(scope, position, known, gathered)
@@ -122,7 +123,10 @@ def overlapped(
     if others := finder.missed():
         axes = sorted({axis for path in others for axis in _batch_axes(whole, path)})
         what = f"weights are sharded over {join(axes)}, and no loop gathers them ahead"
-        error = NotInterleaved(f"{what}: {join(others, 3)}", fix="a scan that slices them")
+        error = NotInterleaved(
+            f"{what}: {join(others, 3)}",
+            fix="a scan that slices them, or layers that hand on one array",
+        )
         notes.append(str(error))
     notes += dict.fromkeys(finder.notes)
     if not finder.loops and not finder.chains:
@@ -212,7 +216,7 @@ class _Finder:
         rows: Of the whole batch.
         pieces: How many such parts one replica has.
         loops: What was found.
-        chains: Layers in a row that were found, by the first of their equations.
+        chains: Layers without a loop that were found, by the first of their equations.
         left: Why others were left as they are, by line.
         notes: What else is to be said.
         tables: Paths of the parameters that something is looked up in.
@@ -264,7 +268,7 @@ class _Finder:
                 "the function is another program on one replica's part of the batch",
                 fix="sizes that follow from the arguments",
             )
-        taken = self._rows(scope, part)
+        taken = self._unrolled(scope, part)
         for position, equation in enumerate(scope.jaxpr.eqns):
             row = PRIMITIVES.get(equation.primitive.name)
             if position in taken:
@@ -279,8 +283,8 @@ class _Finder:
             elif row and row.again in (inline, checkpoint):
                 self.search(scope.calls[position][0], part.calls[position][0])
 
-    def _rows(self, scope: Scope, part: Scope) -> set[int]:
-        """Finds the layers that stand in a row; the positions of their equations."""
+    def _unrolled(self, scope: Scope, part: Scope) -> set[int]:
+        """Finds layers without a loop; gives the positions of their equations."""
         closed = {position for position in scope.calls if self._has_loop(scope, position)}
         cut = Cut(self._replicas(), self.rows, self.pieces)
         finder = ChainFinder(self.whole, cut, self._body, self.sharded)

@@ -1,9 +1,9 @@
-"""Layers of a program without a loop: stretches of equations that hand on one array.
+"""Layers of a program without a loop: segments of equations that hand on one array.
 
-A model that runs its layers in a Python loop is one row of equations. Where a single array made so
-far is needed later, such as the residual stream between two blocks, the row can be cut. What lies
-between two cuts and takes other parameters than the rest is a stretch; stretches that follow each
-other in the same order again and again, such as attention and MLP, make up a layer.
+A model that runs its layers in a Python loop is a straight line of equations. It can be cut where a
+single array made so far is needed later, such as the residual stream between two blocks. What lies
+between two cuts and takes matrices is a segment; segments that come again in the same order, such
+as attention and MLP, make up a layer.
 """
 
 import collections
@@ -22,21 +22,21 @@ from jaxtp.rules.jaxpr.walk import Kind, Scope
 IsMatrix = Callable[[Any], bool]
 """Whether an input of a program is a parameter that is to be gathered, and large."""
 
-Stretch = tuple[int, int]
+Segment = tuple[int, int]
 """Positions of the first equation and of the last one."""
 
 MANY = 3
-"""Stretches that take parameters of the same shapes, from which on they are no single layer."""
+"""Segments that take parameters of the same shapes, from which on they are no single layer."""
 
 
 @dataclasses.dataclass
-class Row:
-    """The equations of a program in a row.
+class StraightLine:
+    """The equations of a program, in order.
 
     Attributes:
         scope: The program.
         is_matrix: Which of its inputs are gathered.
-        closed: Positions of equations that no stretch holds.
+        closed: Positions of equations that no segment holds.
     """
 
     scope: Scope
@@ -70,9 +70,9 @@ class Row:
         value = self.scope.values.get(var)
         return frozenset([var] if value and value.kind is Kind.PARAMETER else [])
 
-    def held(self, stretch: Stretch) -> list[int]:
-        """Positions of a stretch's equations, and of what they need that has no activations."""
-        found, todo = set[int](), [p for p in range(stretch[0], stretch[1] + 1) if self.moves(p)]
+    def held(self, segment: Segment) -> list[int]:
+        """Positions of a segment's equations, and of what they need that has no activations."""
+        found, todo = set[int](), [p for p in range(segment[0], segment[1] + 1) if self.moves(p)]
         while todo:
             if (here := todo.pop()) in found:
                 continue
@@ -89,34 +89,34 @@ class Row:
         taken = [var for equation in equations for var in _variables(equation.invars)]
         return [var for var in dict.fromkeys(taken) if var not in own]
 
-    def result(self, stretch: Stretch) -> Any:
-        """The one array that a stretch hands on."""
-        equations = self.scope.jaxpr.eqns[stretch[0] : stretch[1] + 1]
+    def result(self, segment: Segment) -> Any:
+        """The one array that a segment hands on."""
+        equations = self.scope.jaxpr.eqns[segment[0] : segment[1] + 1]
         made = [var for equation in equations for var in equation.outvars]
-        (found,) = (var for var in made if self._goes_on(var, stretch[1]))
+        (found,) = (var for var in made if self._goes_on(var, segment[1]))
         return found
 
     def _goes_on(self, var: Any, position: int) -> bool:
         return self.moves(self._made[var]) and self._last.get(var, -1) > position
 
-    def layers(self, first: int = 0, stop: int | None = None) -> list[list[Stretch]]:
+    def layers(self, first: int = 0, stop: int | None = None) -> list[list[Segment]]:
         """Chains of layers, each of which hands on one array to the next.
 
         Args:
             first: Position from which on they are looked for.
             stop: Position in front of which they end; by default that of the last equation.
         """
-        found: list[list[Stretch]] = []
+        found: list[list[Segment]] = []
         stop = len(self._taken) if stop is None else stop
         while (start := self._next(first, stop)) is not None:
             end = min([at for at in self.closed if at >= start], default=stop)
-            stretches = self._stretches(start, min(end, stop))
-            first = stretches[-1][1] + 1 if stretches else start + 1
+            segments = self._segments(start, min(end, stop))
+            first = segments[-1][1] + 1 if segments else start + 1
             found.append([])
-            for stretch in stretches:
-                inner = self._stretches(stretch[0], stretch[1] + 1, outside=True)
+            for segment in segments:
+                inner = self._segments(segment[0], segment[1] + 1, outside=True)
                 if self._most(inner) < MANY:
-                    found[-1].append(stretch)
+                    found[-1].append(segment)
                 else:
                     found += [inner, []]
         return [self._grouped(one) for one in found if self._most(one) > 1]
@@ -132,8 +132,8 @@ class Row:
         operands = _variables(_worked_with(self.scope, position))
         return frozenset(filter(self.is_matrix, frozenset[Any]().union(*map(self.roots, operands))))
 
-    def _stretches(self, start: int, stop: int, *, outside: bool = False) -> list[Stretch]:
-        """Cuts a row of equations, the first of which takes a matrix.
+    def _segments(self, start: int, stop: int, *, outside: bool = False) -> list[Segment]:
+        """Cuts equations, the first of which takes a matrix.
 
         Args:
             start: Position of the first.
@@ -151,7 +151,7 @@ class Row:
             alive -= {v for v in _variables(equation.invars) if self._last[v] <= position}
             if len(alive) == 1 and jnp.issubdtype(next(iter(alive)).aval.dtype, jnp.inexact):
                 cuts.append(position)
-        found: list[Stretch] = []
+        found: list[Segment] = []
         for cut in cuts:
             if not self._shapes((start, cut)):  # nothing that comes from elsewhere
                 if found and self._next(cut + 1, stop) is not None:
@@ -162,39 +162,39 @@ class Row:
             start = cut + 1
         return self._with_first(found)
 
-    def _most(self, stretches: Sequence[Stretch]) -> int:
-        """How many stretches take matrices of the same shapes, at most."""
-        counts = collections.Counter(map(self._shapes, stretches))
+    def _most(self, segments: Sequence[Segment]) -> int:
+        """How many segments take matrices of the same shapes, at most."""
+        counts = collections.Counter(map(self._shapes, segments))
         return max(counts.values(), default=0)
 
-    def _grouped(self, stretches: Sequence[Stretch]) -> list[Stretch]:
-        """Layers of stretches: a layer begins where one like its first comes again."""
-        shapes, at = [self._shapes(one) for one in stretches], 0
+    def _grouped(self, segments: Sequence[Segment]) -> list[Segment]:
+        """Layers of segments: a layer begins where one like its first comes again."""
+        shapes, at = [self._shapes(one) for one in segments], 0
         periods: dict[Any, int] = {}
-        found: list[Stretch] = []
-        while at < len(stretches):
+        found: list[Segment] = []
+        while at < len(segments):
             again = [n for n in range(at + 1, len(shapes)) if shapes[n] == shapes[at]]
             period = again[0] - at if again else periods.get(shapes[at], 1)
             periods[shapes[at]] = period
-            last = min(at + period, len(stretches)) - 1
-            found.append((stretches[at][0], stretches[last][1]))
+            last = min(at + period, len(segments)) - 1
+            found.append((segments[at][0], segments[last][1]))
             at += period
         return found
 
-    def _with_first(self, stretches: list[Stretch]) -> list[Stretch]:
-        """Stretches, the first several of which are one where all of them are like a later one.
+    def _with_first(self, segments: list[Segment]) -> list[Segment]:
+        """Segments, the first several of which are one where all of them are like a later one.
 
         What the first layer takes was made in front of it and is not counted: cuts may lie inside.
         """
-        shapes = [self._shapes(one) for one in stretches]
-        for num in range(2, len(stretches)):
+        shapes = [self._shapes(one) for one in segments]
+        for num in range(2, len(segments)):
             if tuple(sorted(itertools.chain(*shapes[:num]))) in shapes[num:]:
-                return [(stretches[0][0], stretches[num - 1][1]), *stretches[num:]]
-        return stretches
+                return [(segments[0][0], segments[num - 1][1]), *segments[num:]]
+        return segments
 
-    def _shapes(self, stretch: Stretch) -> tuple[Any, ...]:
+    def _shapes(self, segment: Segment) -> tuple[Any, ...]:
         """Shapes of the matrices that equations take."""
-        taken = frozenset[Any]().union(*self._taken[stretch[0] : stretch[1] + 1])
+        taken = frozenset[Any]().union(*self._taken[segment[0] : segment[1] + 1])
         return tuple(sorted(var.aval.shape for var in taken))
 
 
