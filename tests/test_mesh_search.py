@@ -16,14 +16,15 @@ from jaxtp.cost.peak_memory import state_bytes
 from jaxtp.cost.ranking import EQUAL_WITHIN, rank
 from jaxtp.cost.strategy import ModelSizes
 from jaxtp.cost.wire import Wires
-from jaxtp.errors import BadUsage, DoesNotFit
+from jaxtp.errors import BadUsage, DoesNotFit, SizeMismatch
 from jaxtp.hardware.gpus import Target
 from jaxtp.inspect.pages.search_page import scatter
 from jaxtp.models import PRESETS
 from jaxtp.train.machine_sizes import largest_batch, smallest_machine
 from jaxtp.train.mesh_advice import mesh_text
-from jaxtp.train.mesh_search import run_of, search
+from jaxtp.train.mesh_search import config_for, run_of, search
 from jaxtp.train.pricing import sizes_of
+from jaxtp.train.search_result import Asked, compiled_rows, rows_of
 
 SIZES = ModelSizes(
     layers=16, hidden=2048, ffn=8192, heads=32, kv_heads=8, head_dim=64, vocab=128256, seq=2048,
@@ -129,6 +130,42 @@ def test_losers_have_reasons_that_name_numbers(found):
     small = dataclasses.replace(found.ranking, limit_bytes=2**30)
     lost = small.candidate(0, best=small.candidate(1))
     assert "does not fit by" in lost.reason
+
+
+def test_the_table_fits_a_terminal_and_the_first_is_what_runs(found):
+    """Refused rows stay behind the limit; the others are held against the one that is first."""
+
+    def refuses(row, _):
+        raise BadUsage(f"not on {mesh_text(row.candidate)}", fix="another")
+
+    asked = Asked(limit=3, compile_best=1, network=0, time_limit=1, on_progress=lambda *_: None)
+    config = run_of("llama3.2-1b", batch=64)
+    rows = rows_of(found.ranking, lambda candidate: config_for(config, candidate))
+    kept = compiled_rows(found.ranking, rows, asked, refuses)
+    assert kept[0].candidate.settings == rows[2].candidate.settings
+    assert kept[0].verdict == ""
+    assert [row.verdict for row in kept[3:]] == [
+        f"TP132: not on {mesh_text(row.candidate)}" for row in rows[:2]
+    ]
+    for rows in (kept, found.rows):
+        assert max(map(len, str(dataclasses.replace(found, rows=rows)).splitlines())) <= 100
+
+
+def test_what_is_in_use_is_not_advised():
+    def advised(split):
+        fixed = {"mesh.tp": 8, "communication.overlap": "auto"}
+        fixed["communication.sequence_parallel"] = split
+        found = search("llama3.2-1b", batch=8, seq=1024, fixed=fixed, compile_best=0)
+        return " ".join(str(found).split())
+
+    assert "a smaller mesh.tp, or communication.sequence_parallel" in advised("false")
+    assert advised("true").endswith("waits for tp messages: a smaller mesh.tp")
+
+
+def test_a_model_with_positions_is_searched_at_a_length_it_has():
+    assert run_of("gpt2", batch=8).seq_len == 1024
+    with pytest.raises(SizeMismatch, match="position table of gpt2 has 1024 rows"):
+        run_of("gpt2", batch=8, seq=2048)
 
 
 def test_a_slower_network_makes_gathers_dearer():

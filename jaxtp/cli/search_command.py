@@ -23,7 +23,7 @@ from jaxtp.generation.workload import Workload
 from jaxtp.hardware.links import GIB
 from jaxtp.inspect.pages.search_page import search_html
 from jaxtp.io.model_functions import is_model_function
-from jaxtp.train.machine_sizes import largest_batch, smallest_machine
+from jaxtp.train.machine_sizes import largest_batch, smallest_machine, tokens_rate
 from jaxtp.train.mesh_advice import mesh_text
 from jaxtp.train.mesh_search import run_of
 from jaxtp.train.mesh_search import search as run_search
@@ -85,7 +85,7 @@ def search(
         others = (*others, limit != LIMIT)
         _generation(model, target, batch, seq, compiled, time_limit, any(others))
         return
-    fixed = _fixed(fix)
+    fixed, carried = _fixed(fix), _bytes_per_second(network)
     for file in filter(None, (html, write)):
         check_writable(file)
     run: Config | str = _named(model)
@@ -96,8 +96,9 @@ def search(
         run = run_of(run, target=target, batch=batch, seq=seq)
         target, batch = "", 0
         if max_gpus or tokens_per_day:
+            most = max_gpus or MOST_GPUS
             run = smallest_machine(
-                run, max_gpus=max_gpus or MOST_GPUS, tokens_per_day=tokens_per_day, fixed=fixed
+                run, max_gpus=most, tokens_per_day=tokens_per_day, fixed=fixed, network=carried
             )
         if largest:
             run = largest_batch(run, fixed=fixed)
@@ -110,17 +111,34 @@ def search(
             fixed=fixed,
             limit=limit,
             compile_best=compiled,
-            network=_bytes_per_second(network),
+            network=carried,
             time_limit=time_limit,
             on_progress=show,
         )
     print(result.to_json() if as_json else result)
+    _answer(result, machine=bool(max_gpus or tokens_per_day), largest=largest)
+    _write(result, html, write)
+    _ = result.best  # raises where nothing fits
+
+
+def _write(result: Search, html: str, write: str) -> None:
+    """Writes the page and the best mesh, where they are asked for."""
     if html:
         write_text(html, _page(result))
         print(f"wrote {html}", file=sys.stderr)
     if write:
         write_text(write, _written(result, write))
         print(f"wrote {write}: {mesh_text(result.best.candidate)}", file=sys.stderr)
+
+
+def _answer(result: Search, *, machine: bool, largest: bool) -> None:
+    """Says which machine or which batch was asked for."""
+    if machine:
+        rate = f"{tokens_rate(result) / 1e9:,.3g} billion tokens a day on its first mesh"
+        print(f"{result.target} is the smallest machine that will do: {rate}", file=sys.stderr)
+    if largest:
+        what = f"{result.batch} sequences, the largest batch, by doubling, that fits at once"
+        print(what, file=sys.stderr)
 
 
 def _generation(

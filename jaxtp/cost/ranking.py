@@ -115,17 +115,19 @@ class Ranking:
             state_bytes=float(_at(self.memory.state, index)),
             fits=memory <= self.limit_bytes,
         )
-        reason = self._reason(found, best or found) if best or not found.fits else ""
+        reason = self.reason(found, best or found) if best or not found.fits else ""
         return dataclasses.replace(found, reason=reason)
 
-    def _reason(self, one: Candidate, best: Candidate) -> str:
+    def reason(self, one: Candidate, best: Candidate) -> str:
+        """Why one candidate lost to another."""
         if not one.fits:
             return f"does not fit by {(one.memory_bytes - self.limit_bytes) / GIB:,.1f} GiB"
         if one.seconds <= best.seconds * (1 + EQUAL_WITHIN):
-            return "equal within the error of the prices; the simpler one is first"
+            return "equal within the error of the prices"
         part = max(PARTS, key=lambda name: one.parts[name] - best.parts[name])
         more = one.parts[part] - best.parts[part]
-        return f"+{more:,.2f} s {PARTS[part]}"
+        text = f"{more:,.2f} s" if more >= 1 else f"{more * 1e3:,.3g} ms"
+        return f"+{text} {PARTS[part]}"
 
     def by_mesh(self) -> list[int]:
         """The best candidate of each mesh, in order."""

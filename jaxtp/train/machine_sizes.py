@@ -1,12 +1,14 @@
 """The other direction: the smallest machine for a run, and the largest batch of a machine."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from jaxtp.config.settings import Config
-from jaxtp.errors import DoesNotFit, JaxtpError
+from jaxtp.errors import BadUsage, DoesNotFit, JaxtpError
 from jaxtp.hardware.gpus import Target
+from jaxtp.mesh.axes import is_count
 from jaxtp.train.mesh_search import search
 from jaxtp.train.search_result import Search
 
@@ -20,6 +22,7 @@ def smallest_machine(
     max_gpus: int,
     tokens_per_day: float = 0.0,
     fixed: Mapping[str, Any] | None = None,
+    network: float = 0.0,
 ) -> Config:
     """The run on the fewest GPUs of the target's kind that hold it and are fast enough.
 
@@ -30,11 +33,21 @@ def smallest_machine(
         max_gpus: Where to stop.
         tokens_per_day: Tokens that have to be trained on in a day; 0 if any speed will do.
         fixed: As in `search`.
+        network: As in `search`.
 
     Raises:
+        BadUsage: TP132, for no number of GPUs or of tokens.
         DoesNotFit: TP114, if no machine up to `max_gpus` will do; with what the largest one does.
         BadTarget: TP116, for the target.
     """
+    if not is_count(max_gpus) or max_gpus < 1:
+        raise BadUsage(f"max_gpus is {max_gpus!r}", where="max_gpus", fix="GPUs, 1 or more")
+    if not 0 <= tokens_per_day < math.inf:
+        raise BadUsage(
+            f"tokens_per_day is {tokens_per_day!r}",
+            where="tokens_per_day",
+            fix="tokens to train on in a day; 0 if any speed will do",
+        )
     given = Target.parse(config.target)
     kind = config.target.rpartition(":")[0]
     hosts = range(1, max(1, max_gpus // given.gpus) + 1)
@@ -45,7 +58,7 @@ def smallest_machine(
             break
         one = dataclasses.replace(config, target=f"{kind}:{count}x{gpus}")
         try:
-            result = search(one, fixed=fixed, compile_best=0, limit=1)
+            result = search(one, fixed=fixed, compile_best=0, limit=1, network=network)
         except JaxtpError:  # the batch does not divide by these devices
             continue
         first = result.rows[0].candidate

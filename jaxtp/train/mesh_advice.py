@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
@@ -19,17 +19,37 @@ SLOWER = 4
 TELLING_SHARE = 0.1
 """A part of the step that is worth a sentence."""
 
-REMEDIES = {
-    "tensor": "tp messages: a smaller mesh.tp, or communication.sequence_parallel",
-    "bubble": "stages that wait: a larger batch.accumulation, or pipeline.rounds",
-    "gathers": "gathers of parameters: a larger micro-batch, so that fewer of them are needed, "
-    "communication.overlap = aggressive, or zero.stage = 2 where the memory allows",
-    "gradients": "the gradients' reduction: a larger batch, or fewer replicas by a larger mesh.tp",
-    "experts": "tokens on their way to experts: a smaller mesh.ep, or a smaller capacity_factor",
-    "context": "keys and values along cp: a smaller mesh.cp",
-    "optimizer": "the update: zero.stage = 1",
+REMEDIES: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "tensor": ("tp messages", ("a smaller mesh.tp", "communication.sequence_parallel")),
+    "bubble": ("stages that wait", ("a larger batch.accumulation", "pipeline.rounds")),
+    "gathers": (
+        "gathers of parameters",
+        (
+            "a larger micro-batch, so that fewer of them are needed",
+            "communication.overlap = aggressive",
+            "zero.stage = 2 where the memory allows",
+        ),
+    ),
+    "gradients": (
+        "the gradients' reduction",
+        ("a larger batch", "fewer replicas by a larger mesh.tp"),
+    ),
+    "experts": (
+        "tokens on their way to experts",
+        ("a smaller mesh.ep", "a smaller capacity_factor"),
+    ),
+    "context": ("keys and values along cp", ("a smaller mesh.cp",)),
+    "optimizer": ("the update", ("zero.stage = 1",)),
 }
-"""Part of a step -> what makes it smaller."""
+"""Part of a step -> what waits, and what makes it smaller."""
+
+IN_USE: Mapping[str, Callable[[Mapping[str, int]], bool]] = {
+    "communication.sequence_parallel": lambda s: bool(s["sequence_parallel"]),
+    "communication.overlap = aggressive": lambda s: bool(s["interleaved"]),
+    "pipeline.rounds": lambda s: s["rounds"] > 1,
+    "zero.stage = 1": lambda s: s["zero"] >= 1,
+}
+"""Remedy -> whether a strategy has it already."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +68,7 @@ class Pricing:
 
 
 def advice(ranking: Ranking, pricing: Pricing, target: Target, first: Candidate) -> list[str]:
-    """Sentences on the first mesh of a ranking.
+    """Sentences on the first mesh of a ranking; none where it does not fit.
 
     Args:
         ranking: All candidates.
@@ -56,6 +76,8 @@ def advice(ranking: Ranking, pricing: Pricing, target: Target, first: Candidate)
         target: The machine.
         first: The candidate of the table's first row.
     """
+    if not first.fits:
+        return []
     wires = wires_of(target)
     return [
         *_links(first, wires),
@@ -113,7 +135,10 @@ def _remedies(first: Candidate) -> Iterator[str]:
     """What to try first, where one part of the step stands out."""
     part = max(REMEDIES, key=lambda name: first.parts[name])
     if (share := first.parts[part] / first.seconds) >= TELLING_SHARE:
-        yield f"to try first: {share:.0%} of the step waits for {REMEDIES[part]}"
+        what, remedies = REMEDIES[part]
+        has = [one for one, used in IN_USE.items() if used(first.settings)]
+        if left := [one for one in remedies if one not in has]:
+            yield f"to try first: {share:.0%} of the step waits for {what}: {', or '.join(left)}"
 
 
 def mesh_text(candidate: Candidate) -> str:

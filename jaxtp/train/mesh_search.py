@@ -1,7 +1,7 @@
 """Which mesh: every way to spread a run over a machine, priced, and the best few compiled."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from jaxtp.compile.report import Report
@@ -9,13 +9,16 @@ from jaxtp.config.presets import preset
 from jaxtp.config.settings import Batch, Config
 from jaxtp.cost.candidates import POLICIES, candidates
 from jaxtp.cost.ranking import Candidate, Ranking, rank
+from jaxtp.cost.step import price
 from jaxtp.cost.strategy import AXES, ModelSizes, Strategy
-from jaxtp.errors import BadUsage
+from jaxtp.errors import BadUsage, SizeMismatch
 from jaxtp.hardware.gpus import Target
 from jaxtp.io.model_functions import is_model_function, own_model
 from jaxtp.mesh.axes import Axis, is_count
 from jaxtp.models import LlamaConfig
-from jaxtp.train.mesh_advice import Pricing
+from jaxtp.train.attention import choose_attention, obstacle
+from jaxtp.train.fixed_settings import checked_fixed, fixed_fields
+from jaxtp.train.mesh_advice import Pricing, mesh_text
 from jaxtp.train.own_search import search_own
 from jaxtp.train.planning import model_of
 from jaxtp.train.preflight import preflight_config
@@ -24,9 +27,7 @@ from jaxtp.train.search_result import (
     Asked,
     Found,
     Search,
-    checked_fixed,
     compiled_rows,
-    fixed_fields,
     machine_of,
     rows_of,
 )
@@ -63,6 +64,8 @@ def run_of(run: Config | str, *, target: str = "", batch: int = 0, seq: int = 0)
 
     Raises:
         BadUsage: TP132, without a batch, or for what is none.
+        BadConfig: TP020, for an unknown model.
+        SizeMismatch: TP003, for more tokens than a model has positions.
     """
     check_sizes(batch, seq)
     config = preset(run) if isinstance(run, str) else run
@@ -70,12 +73,22 @@ def run_of(run: Config | str, *, target: str = "", batch: int = 0, seq: int = 0)
     size = batch or (0 if isinstance(run, str) else config.batch.size)
     if not size:
         raise BadUsage("no batch", where="batch", fix="sequences of the global batch")
-    return dataclasses.replace(
+    config = dataclasses.replace(
         config,
         target=target or config.target or "h100:1x8",
         seq_len=seq or config.seq_len,
         batch=Batch(size=size),
     )
+    longest = sizes_of(model_of(config), config.seq_len).positions
+    if not longest or config.seq_len <= longest:
+        return config
+    if seq or not isinstance(run, str):
+        raise SizeMismatch(
+            f"{config.seq_len} tokens, but the position table of {config.model} has {longest} rows",
+            where="seq" if seq else "seq_len",
+            fix=f"at most {longest} tokens",
+        )
+    return dataclasses.replace(config, seq_len=longest)
 
 
 def search(
@@ -106,7 +119,7 @@ def search(
         batch: Sequences of the global batch, instead of the settings'.
         seq: Tokens of one sequence, instead of the settings'; a function's inputs say it.
         fixed: Setting -> value that every candidate has, e.g. `{"mesh.tp": 8}`.
-        limit: Meshes in the result.
+        limit: Meshes in the result, besides those that compiling found not to run or to fit.
         compile_best: How many to compile; 0 for prices alone.
         network: Bytes/s that each GPU sends out of its NVLink domain, instead of the data sheet's.
         time_limit: Seconds that the compiler may take for each.
@@ -117,6 +130,7 @@ def search(
         BadUsage: TP132, if no candidate is left, a setting cannot be fixed, or an argument is no
             run, no size or no count.
         BadConfig: TP020, for an unknown model.
+        SizeMismatch: TP003, for more tokens than the model has positions.
     """
     asked = Asked(limit, compile_best, network, time_limit, on_progress)
     if not isinstance(run, Config | str) and not callable(run):
@@ -160,10 +174,24 @@ def search(
         model=config.model,
         batch=config.batch.size,
         seq=config.seq_len,
-        rows=tuple(compiled_rows(rows, asked, compiled)[:limit]),
+        rows=compiled_rows(ranking, rows, asked, compiled),
         ranking=ranking,
         pricing=pricing,
+        notes=tuple(_attention(rows[0], sizes, machine)),
     )
+
+
+def _attention(first: Found, sizes: ModelSizes, machine: Target) -> Iterator[str]:
+    """Why attention is not cuDNN's, and what the first mesh would take with it if it can be."""
+    assert first.config is not None
+    chosen, text = choose_attention(first.config, on_gpu=True, ahead=True)
+    if chosen.attention == "cudnn":
+        return
+    if first.config.attention == "auto" and not obstacle(first.config):
+        fused = Strategy(**{**first.candidate.settings, "fused": True})
+        then = float(price(sizes, fused, wires_of(machine), JAXTP).total)
+        text += f"; with it {mesh_text(first.candidate)} would take {then:,.3f} s"
+    yield f"attention: {text}"
 
 
 def _pricing(sizes: ModelSizes, strategies: Strategy) -> Pricing:

@@ -24,6 +24,7 @@ from jaxtp.io.model_functions import OwnModel
 from jaxtp.mesh.axes import Axis
 from jaxtp.plan.decisions import Plan
 from jaxtp.rules.planner import make_plan
+from jaxtp.train.fixed_settings import fixed_fields
 from jaxtp.train.mesh_advice import Pricing
 from jaxtp.train.own_model import Batched, TracedModel, batched, traced
 from jaxtp.train.pricing import JAXTP, wires_of
@@ -33,7 +34,6 @@ from jaxtp.train.search_result import (
     Found,
     Search,
     compiled_rows,
-    fixed_fields,
     machine_of,
     rows_of,
 )
@@ -71,13 +71,13 @@ def search_own(
     compiled = functools.partial(_compiled, machine, model.entry, batch, asked.time_limit)
     if not model.entry:
         asked = dataclasses.replace(asked, compile_best=0)
-    rows = compiled_rows(rows_of(ranking, lambda _: None), asked, compiled)
+    rows = compiled_rows(ranking, rows_of(ranking, lambda _: None), asked, compiled)
     return Search(
         target=machine,
         model=model.name,
         batch=batch,
         seq=0,
-        rows=tuple(rows[: asked.limit]),
+        rows=rows,
         ranking=ranking,
         pricing=pricing,
         notes=tuple(_notes(model, read, plans, steps[max(steps)])),

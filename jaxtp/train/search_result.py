@@ -3,17 +3,19 @@
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jaxtp.compile.report import Report
 from jaxtp.config.settings import Config
-from jaxtp.cost.candidates import POLICIES, SETTINGS
+from jaxtp.cost.candidates import SETTINGS
 from jaxtp.cost.ranking import EQUAL_WITHIN, EXPECTED_ERROR, Candidate, Ranking
-from jaxtp.errors import BadUsage, DoesNotFit, JaxtpError, join
+from jaxtp.errors import BadUsage, DoesNotFit, JaxtpError
 from jaxtp.hardware.gpus import Target
 from jaxtp.hardware.links import GIB
 from jaxtp.mesh.axes import is_count
+from jaxtp.plan.table import WIDTH
 from jaxtp.train.mesh_advice import Pricing, advice, mesh_text
 
 OWN_SETTINGS = ("mesh.dp", "mesh.fsdp", "mesh.tp", "batch.accumulation", "zero.stage")
@@ -23,6 +25,10 @@ OWN_SETTINGS = ("mesh.dp", "mesh.fsdp", "mesh.tp", "batch.accumulation", "zero.s
 OWN_ERROR = "against the compiler 13% below to 33% above on three models"
 """How far modelled steps of models of one's own are off: Llama-3.2-1B, GPT-2 and a vision
 transformer, given as functions, against `jaxtp.preflight` (docs/choosing-a-mesh.md)."""
+
+
+HEAD = ("", "mesh", "step", "compiled", "MFU", "memory", "state", "tp", "data", "bubble")
+"""Columns of the table."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -166,15 +172,19 @@ def rows_of(ranking: Ranking, config: Callable[[Candidate], Config | None]) -> l
 
 
 def compiled_rows(
+    ranking: Ranking,
     rows: Sequence[Found],
     asked: Asked,
     compiled: Callable[[Found, Callable[[float], None]], Report],
-) -> list[Found]:
-    """The rows with the best that run and fit compiled, and in front.
+) -> tuple[Found, ...]:
+    """The first rows, with the best that run and fit compiled, and in front.
+
+    Those that turn out not to run, or not to fit, are at the end, whatever the limit.
 
     Args:
+        ranking: All candidates.
         rows: As priced.
-        asked: How many to compile, and who is told.
+        asked: How many to compile and to keep, and who is told.
         compiled: The report on a row; takes what is called with the seconds so far.
     """
     count = asked.compile_best
@@ -191,51 +201,21 @@ def compiled_rows(
             continue
         row = dataclasses.replace(row, report=report)
         (done if report.fits else lost).append(row)
-    return [*done, *rows[len(done) + len(lost) :], *lost]
+    kept = [*done, *rows[len(done) + len(lost) :]][: asked.limit]
+    return tuple(_against_the_first(ranking, [*kept, *lost]))
 
 
-def checked_fixed(fixed: Any) -> dict[str, Any]:
-    """Fixed settings by name; none for None.
-
-    Raises:
-        BadUsage: TP132, for what is no mapping.
-    """
-    if not isinstance(fixed, Mapping | None):
-        raise BadUsage(
-            f"a {type(fixed).__name__} fixes nothing", where="fixed", fix='{"mesh.tp": 8}'
-        )
-    return {str(name): value for name, value in (fixed or {}).items()}
+def _against_the_first(ranking: Ranking, rows: Sequence[Found]) -> Iterator[Found]:
+    """The rows with why each lost to the first of them, which compiling may have changed."""
+    best = rows[0].candidate
+    yield dataclasses.replace(rows[0], candidate=dataclasses.replace(best, reason=_alone(best)))
+    for row in rows[1:]:
+        reason = ranking.reason(row.candidate, best)
+        yield dataclasses.replace(row, candidate=dataclasses.replace(row.candidate, reason=reason))
 
 
-def fixed_fields(
-    fixed: Mapping[str, Any], searched: Sequence[str] = tuple(SETTINGS)
-) -> dict[str, int]:
-    """Fixed settings as fields of `Strategy`.
-
-    Args:
-        fixed: Setting -> value.
-        searched: Settings that the search chooses.
-
-    Raises:
-        BadUsage: TP132, for a setting that is not searched.
-    """
-    unknown = sorted(set(fixed) - set(searched))
-    if unknown:
-        raise BadUsage(
-            f"{join(unknown)} is not searched", where="fix", fix=f"one of {join(searched, 20)}"
-        )
-    words = {name: int(policy) for name, policy in POLICIES.items()}
-    words |= {"aggressive": 1, "auto": 0, "off": 0, "true": 1, "false": 0}
-    values: dict[str, int] = {}
-    for name, value in fixed.items():
-        text = str(value).lower()
-        try:
-            values[SETTINGS[name]] = words[text] if text in words else int(text)
-        except ValueError:
-            raise BadUsage(
-                f"{name}={value}", where="fix", fix=f"a number, or one of {join(words, 20)}"
-            ) from None
-    return values
+def _alone(first: Candidate) -> str:
+    return "" if first.fits else first.reason
 
 
 def chosen(row: Found) -> dict[str, int | str | bool]:
@@ -263,48 +243,81 @@ def settings_text(row: Found) -> str:
     return ", ".join(words)
 
 
-def _head(result: Search) -> tuple[str, ...]:
-    fits = int(result.ranking.fits.sum())
-    error = f"+-{EXPECTED_ERROR:.0%} on published runs of other models"
-    return (
-        f"{result.model} on {result.target}, batch {result.batch}"
-        f"{f' x {result.seq} tokens' if result.seq else ''}: "
-        f"{len(result.ranking):,} candidates priced, {fits:,} fit",
-        f"steps are modelled{f'; {OWN_ERROR}' if result.is_own else f', {error}'}; meshes within "
-        f"{EQUAL_WITHIN:.0%} of each other count as equal, the simpler one first",
-        "",
+def _wrapped(text: str, indent: int = 0) -> list[str]:
+    """A sentence as lines of at most `WIDTH` columns."""
+    spaces = " " * indent
+    return textwrap.wrap(
+        text,
+        WIDTH,
+        initial_indent=spaces,
+        subsequent_indent=spaces,
+        break_long_words=False,
+        break_on_hyphens=False,
     )
 
 
-def _table(rows: Sequence[Found]) -> list[str]:
-    lines = [
-        f"{'':2s} {'mesh':26s} {'step':>8s} {'MFU':>5s} {'memory':>9s} {'state':>7s} "
-        f"{'tp':>6s} {'data':>6s} {'bubble':>6s}  settings; why it is not the first"
+def _head(result: Search) -> list[str]:
+    fits = int(result.ranking.fits.sum())
+    error = f"+-{EXPECTED_ERROR:.0%} on published runs of other models"
+    return [
+        *_wrapped(
+            f"{result.model} on {result.target}, batch {result.batch}"
+            f"{f' x {result.seq} tokens' if result.seq else ''}: "
+            f"{len(result.ranking):,} candidates priced, {fits:,} fit"
+        ),
+        *_wrapped(
+            f"steps are modelled{f'; {OWN_ERROR}' if result.is_own else f', {error}'}; meshes "
+            f"within {EQUAL_WITHIN:.0%} of each other count as equal, the simpler one first"
+        ),
+        "",
     ]
-    for number, row in enumerate(rows, 1):
-        one, total = row.candidate, row.candidate.seconds
-        data = one.parts["gathers"] + one.parts["gradients"]
-        memory = f"{one.memory_bytes / GIB:.1f}"
-        if row.report is not None:
-            memory = f"{row.report.peak_bytes / GIB:.1f} C"
-        text = settings_text(row)
-        if row.report is not None:
-            text += f"; {row.report.step_seconds_modelled:.3f}s as compiled"
-        lines.append(
-            f"{number:2d} {mesh_text(one):26s} {total:7.3f}s {one.mfu:5.1%} {memory:>9s} "
-            f"{one.state_bytes / GIB:7.1f} {one.parts['tensor'] / total:6.1%} "
-            f"{data / total:6.1%} {one.parts['bubble'] / total:6.1%}  {text}"
-            + (f"; {row.verdict}" if row.verdict else "")
-        )
+
+
+def _table(rows: Sequence[Found]) -> list[str]:
+    """Two or three lines a mesh: its figures, then its settings and why it is not the first."""
+    figures = [_figures(number, row) for number, row in enumerate(rows, 1)]
+    used = [i for i in range(len(HEAD)) if any(line[i] for line in figures)]
+    widths = [max(len(line[i]) for line in (HEAD, *figures)) for i in used]
+
+    def joined(line: Sequence[str]) -> str:
+        number, mesh, *cells = (line[i] for i in used)
+        right = (cell.rjust(width) for cell, width in zip(cells, widths[2:], strict=True))
+        return "  ".join((f"{number:>2s} {mesh:{widths[1]}s}", *right))
+
+    lines = [joined(HEAD)]
+    for row, line in zip(rows, figures, strict=True):
+        text = "; ".join(filter(None, (settings_text(row), row.verdict)))
+        lines += [joined(line), *_wrapped(text, indent=3)]
     return lines
 
 
-def _foot(result: Search) -> tuple[str, ...]:
-    lines = [
-        "",
-        "memory in GiB per GPU, C: compiled, not modelled; state: parameters, gradients, moments; "
-        "tp, data, bubble: shares of the step that wait for them",
+def _figures(number: int, row: Found) -> tuple[str, ...]:
+    """The cells of one mesh, as in `HEAD`; empty where nothing was compiled."""
+    one, report = row.candidate, row.report
+    waits = (
+        one.parts["tensor"],
+        one.parts["gathers"] + one.parts["gradients"],
+        one.parts["bubble"],
+    )
+    return (
+        str(number),
+        mesh_text(one),
+        f"{one.seconds:.3f}s",
+        f"{report.step_seconds_modelled:.3f}s" if report else "",
+        f"{one.mfu:.1%}",
+        f"{report.peak_bytes / GIB:.1f} C" if report else f"{one.memory_bytes / GIB:.1f}",
+        f"{one.state_bytes / GIB:.1f}",
+        *(f"{part / one.seconds:.1%}" for part in waits),
+    )
+
+
+def _foot(result: Search) -> list[str]:
+    compiled = "C: compiled, not modelled; compiled: the step on the compiler's own schedule; "
+    said = (
+        f"memory in GiB per GPU; {compiled * any(row.report for row in result.rows)}"
+        "state: parameters, gradients, moments; tp, data, bubble: shares of the step that wait for "
+        "them",
         *result.notes,
         *advice(result.ranking, result.pricing, result.target, result.rows[0].candidate),
-    ]
-    return tuple(lines)
+    )
+    return ["", *(line for text in said for line in _wrapped(text))]
