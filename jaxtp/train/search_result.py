@@ -10,7 +10,7 @@ from typing import Any
 from jaxtp.compile.report import Report
 from jaxtp.config.settings import Config
 from jaxtp.cost.candidates import SETTINGS
-from jaxtp.cost.ranking import EQUAL_WITHIN, EXPECTED_ERROR, Candidate, Ranking
+from jaxtp.cost.ranking import EQUAL_WITHIN, EXPECTED_ERROR, USABLE_MEMORY, Candidate, Ranking
 from jaxtp.errors import BadUsage, DoesNotFit, JaxtpError
 from jaxtp.hardware.gpus import Target
 from jaxtp.hardware.links import GIB
@@ -29,6 +29,10 @@ transformer, given as functions, against `jaxtp.preflight` (docs/choosing-a-mesh
 
 HEAD = ("", "mesh", "step", "compiled", "MFU", "memory", "state", "tp", "data", "bubble")
 """Columns of the table."""
+
+PREALLOCATED = 0.75
+"""Share of a GPU's memory that JAX takes when it starts, and stays within (docs.jax.dev, GPU memory
+allocation)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,6 +85,20 @@ class Found:
             over = (self.report.peak_bytes - self.report.card_bytes) / GIB
             return f"compiled, and does not fit by {over:,.1f} GiB"
         return self.candidate.reason
+
+    @property
+    def tight(self) -> str:
+        """What a compiled step leaves, where that is less than a GPU needs besides."""
+        if self.report is None or not self.report.fits:
+            return ""
+        spare, card = self.report.card_bytes - self.report.peak_bytes, self.report.card_bytes
+        need = (1 - USABLE_MEMORY) * card
+        if spare >= need:
+            return ""
+        return (
+            f"tight: it leaves {spare / GIB:.1f} GiB, and CUDA's context and NCCL take up to "
+            f"{need / GIB:.1f}"
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +154,7 @@ class Search:
             {
                 **dataclasses.asdict(row.candidate),
                 "compiled_bytes": row.report.peak_bytes if row.report else None,
+                "tight": row.tight,
                 "verdict": row.verdict,
                 "config": chosen(row),
             }
@@ -286,7 +305,7 @@ def _table(rows: Sequence[Found]) -> list[str]:
 
     lines = [joined(HEAD)]
     for row, line in zip(rows, figures, strict=True):
-        text = "; ".join(filter(None, (settings_text(row), row.verdict)))
+        text = "; ".join(filter(None, (settings_text(row), row.tight, row.verdict)))
         lines += [joined(line), *_wrapped(text, indent=3)]
     return lines
 
@@ -311,12 +330,26 @@ def _figures(number: int, row: Found) -> tuple[str, ...]:
     )
 
 
+def _preallocated(result: Search) -> Iterator[str]:
+    """What to set so that JAX takes as much of a GPU as the first mesh needs."""
+    first = result.rows[0]
+    peak = first.report.peak_bytes if first.report else first.candidate.memory_bytes
+    share = peak / result.target.device.memory_bytes
+    if PREALLOCATED < share <= 1:
+        fraction = min(math.ceil(100 * share + 1), 99) / 100
+        yield (
+            f"the first mesh fills {share:.0%} of a GPU, of which JAX takes {PREALLOCATED:.0%} by "
+            f"itself: run with XLA_CLIENT_MEM_FRACTION={fraction:.2f}"
+        )
+
+
 def _foot(result: Search) -> list[str]:
     compiled = "C: compiled, not modelled; compiled: the step on the compiler's own schedule; "
     said = (
         f"memory in GiB per GPU; {compiled * any(row.report for row in result.rows)}"
         "state: parameters, gradients, moments; tp, data, bubble: shares of the step that wait for "
         "them",
+        *_preallocated(result),
         *result.notes,
         *advice(result.ranking, result.pricing, result.target, result.rows[0].candidate),
     )
