@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from jaxtp import Checkpoints
-from jaxtp.errors import BadRunFolder, RunFolderTaken
-from jaxtp.io import disk
+from jaxtp.errors import BadConfig, BadRunFolder, RunFolderTaken
+from jaxtp.io import disk, stores
 from jaxtp.train import run_folder
 from jaxtp.train.run_folder import hold
 
@@ -189,9 +189,22 @@ def test_room_is_asked_for_only_where_it_lacks(number):
     assert disk.remedy(full).startswith("make room on the disk")
 
 
-@pytest.mark.parametrize("address", ["gs://bucket/run", Path("s3://bucket/run"), "az://bucket/b"])
-def test_addresses_of_stores_are_refused(address):
+@pytest.mark.parametrize("address", [Path("s3://bucket/run"), "az://bucket/b"])
+def test_stores_that_orbax_cannot_write_to_are_refused(address):
     for use in (Checkpoints, lambda folder: hold(Path(folder)).__enter__()):
-        with pytest.raises(BadRunFolder, match=r"TP093 at .*bucket.*\n.*fix: mount the store"):
+        with pytest.raises(BadRunFolder, match=r"TP093 at (s3|az):/.*only for gs.*\n.*fix: mount"):
             use(address)
-    disk.refuse_address("/runs/a:/b")
+    with pytest.raises(BadRunFolder, match="TP093 at gs://: names no bucket"):
+        Checkpoints("gs://")
+
+
+def test_metrics_need_a_file_system():
+    with pytest.raises(BadRunFolder, match=r"TP093 at gs:/.*line by line.*\n.*--run\.checkpoints"):
+        stores.refuse_address(Path("gs://bucket/run"))
+    stores.refuse_address("/runs/a:/b")
+
+
+def test_a_store_needs_its_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    with pytest.raises(BadConfig, match=r'TP020.*gcsfs is not.*\n.*pip install "jaxtp\[remote\]"'):
+        Checkpoints("gs://bucket/run")

@@ -262,7 +262,9 @@ TABLE: Mapping[str, Key] = {
     "comms_logger": _PROFILE,
     "dump_state": _instead("the resolved settings are printed at the start"),
     "memory_breakdown": _instead("the plan's bytes are printed before the first step"),
-    "checkpoint": _instead("see --run.checkpoint_every; Orbax writes sharded checkpoints"),
+    "checkpoint": _instead(
+        "see --run.checkpoint_every and --run.checkpoints; Orbax writes sharded checkpoints"
+    ),
     "dataloader_drop_last": _instead("every batch is full"),
     "disable_allgather": _XLA_ORDER,
     "sparse_gradients": _not("JAX gradients are dense"),

@@ -237,6 +237,9 @@ class Run:
     folder: Path = Path("runs/train")
     """Metrics, checkpoints and profiles go here."""
 
+    checkpoints: str = ""
+    """Where checkpoints go instead: another folder, or `gs://bucket/run` with `jaxtp[remote]`."""
+
     eval_every: int = 50
     """Steps between evaluations, and between printed lines."""
 
@@ -250,7 +253,7 @@ class Run:
     """Checkpoints that are kept, the newest ones."""
 
     resume: bool = True
-    """Continue from the newest checkpoint in `folder`, on any mesh; otherwise there may be none."""
+    """Continue from the newest checkpoint, on any mesh; otherwise there may be none."""
 
     max_restarts: int = 0
     """How often a run that was killed, or that lost a peer, is started again by `train.py`."""

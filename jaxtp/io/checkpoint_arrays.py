@@ -17,7 +17,6 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable, Generator, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -27,6 +26,8 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding
 
 from jaxtp.errors import BadCheckpoint, CheckpointMismatch, join
+from jaxtp.io import stores
+from jaxtp.io.stores import Folder
 from jaxtp.placement.train_state import Overrides, slots
 from jaxtp.plan.decisions import Plan
 from jaxtp.plan.stored_form import Padding, pad, unpad
@@ -69,16 +70,11 @@ class Handler(ocp.StandardCheckpointHandler):
             directory: The arrays' folder.
         """
         super().finalize(directory)
-        folder = Path(directory)
-        files = {
-            path.relative_to(folder).as_posix(): path
-            for path in sorted(folder.rglob("*"))
-            if path.is_file()
-        }
-        sizes = {name: path.stat().st_size for name, path in files.items()}
+        folder = stores.as_place(directory)
+        sizes = stores.sizes(folder)
         digests = {
-            name: hashlib.sha256(path.read_bytes()).hexdigest()
-            for name, path in files.items()
+            name: hashlib.sha256((folder / name).read_bytes()).hexdigest()
+            for name in sizes
             if DATA not in name.split("/")
         }
         (folder / SIZES).write_text(json.dumps(sizes, indent=1))
@@ -115,7 +111,10 @@ def save_args(arrays: Mapping[str, Any]) -> ocp.args.StandardSave:
 
 
 def read(
-    folder: Path, plan: Plan | None, wanted: Mapping[str, StoredArray], overrides: Overrides | None
+    folder: Folder,
+    plan: Plan | None,
+    wanted: Mapping[str, StoredArray],
+    overrides: Overrides | None,
 ) -> dict[str, StoredArray]:
     """The arrays in `folder`, as they were saved, each spread over the devices of its target.
 
@@ -212,10 +211,10 @@ def _request(shape: tuple[int, ...], target: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, target.dtype, sharding=spread)
 
 
-def _check_files(folder: Path) -> None:
+def _check_files(folder: Folder) -> None:
+    found = stores.sizes(folder / ITEM)
     for name, size in json.loads((folder / ITEM / SIZES).read_text()).items():
-        path = folder / ITEM / name
-        there = path.stat().st_size if path.exists() else 0
+        there = found.get(name, 0)
         if there != size:
             raise damaged(folder, f"{ITEM}/{name} has {there:,} of {size:,} bytes")
     # Checkpoints of format 1 have none.
@@ -236,7 +235,7 @@ def _bytes_touched(wanted: Any, metadata: Any) -> int:
 
 
 def _compare(
-    folder: Path, saved: Mapping[str, StoredArray], wanted: Mapping[str, StoredArray]
+    folder: Folder, saved: Mapping[str, StoredArray], wanted: Mapping[str, StoredArray]
 ) -> None:
     paths = sorted({*saved, *wanted})
     found = {path: (_text(saved.get(path)), _text(wanted.get(path))) for path in paths}
@@ -268,21 +267,24 @@ def _text(array: StoredArray | None) -> str:
 
 
 @contextlib.contextmanager
-def reading(folder: Path) -> Generator[None]:
+def reading(folder: Folder) -> Generator[None]:
     """Inside the block, what goes wrong is the checkpoint's fault, and says so.
 
     Raises:
         BadCheckpoint: TP090, for any error but those of devices, memory and other processes.
+        BadRunFolder: TP093, if a store does not answer: what is in it may be good.
     """
     hush_abandoned()
     try:
-        yield
+        with stores.answering(folder):
+            yield
         return
     except (BadCheckpoint, jax.errors.JaxRuntimeError, MemoryError):
         raise
     except Exception as err:  # Orbax, TensorStore and JSON have nothing narrower in common
         if sign_of_lost_peer(err):
             raise  # the checkpoint is good; it is a process that is not there to read it
+        stores.refuse_silence(folder, err)
         problem = damaged(folder, shorten(err.__cause__ or err))
     gc.collect()
     raise problem
@@ -318,6 +320,6 @@ def shorten(error: BaseException) -> str:
     return f"{type(error).__name__}: {textwrap.shorten(str(error), 200)}"
 
 
-def damaged(folder: Path, what: str) -> BadCheckpoint:
+def damaged(folder: Folder, what: str) -> BadCheckpoint:
     """The error for a checkpoint that cannot be read."""
     return BadCheckpoint(what, where=str(folder), fix="restore an older one")

@@ -7,14 +7,15 @@ import importlib.metadata
 import json
 import math
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding
 
+from jaxtp.io import stores
 from jaxtp.io.checkpoint_arrays import damaged, reading
+from jaxtp.io.stores import Folder
 from jaxtp.plan.decisions import Plan
 
 ITEM = "jaxtp"
@@ -51,7 +52,7 @@ class About:
         return {**data, "digest": _digest(data)}
 
     @classmethod
-    def read(cls, folder: Path) -> "About":
+    def read(cls, folder: Folder) -> "About":
         """What `to_json` gave, from a checkpoint's folder.
 
         Raises:
@@ -89,10 +90,12 @@ class Summary:
     settings: Mapping[str, Any]
 
     @classmethod
-    def of_newest(cls, folder: Path) -> "Summary | None":
+    def of_newest(cls, folder: Folder) -> "Summary | None":
         """Of the newest checkpoint below a folder of them; None if there is none to be read."""
         steps = sorted((int(p.name) for p in folder.glob("*") if p.name.isdigit()), reverse=True)
         for step in steps:
+            if not stores.is_complete(folder / str(step)):
+                continue
             with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
                 data = json.loads((folder / str(step) / ITEM / "metadata").read_text())
                 origin, mesh = data["origin"], dict(data["origin"]["mesh"])

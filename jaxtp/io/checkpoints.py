@@ -1,7 +1,8 @@
 """Checkpoints with Orbax: written in the background on one mesh, read onto any other.
 
 Orbax writes, keeps the newest few, and renames a folder when everything is in it: what has a number
-for a name was complete once. Each process writes and reads what its own devices hold.
+for a name was complete once. In a store it adds a file last instead (`jaxtp.io.stores`). Each
+process writes and reads what its own devices hold.
 """
 
 import contextlib
@@ -19,9 +20,10 @@ from jax.experimental import multihost_utils
 
 from jaxtp.config.named_files import as_folder
 from jaxtp.errors import BadCheckpoint, BadConfig, CommunicationTimeout, JaxtpError, join, warn
-from jaxtp.io import checkpoint_arrays, checkpoint_metadata, disk
+from jaxtp.io import checkpoint_arrays, checkpoint_metadata, stores
 from jaxtp.io.checkpoint_arrays import StoredArray, damaged
 from jaxtp.io.fingerprint import fingerprints
+from jaxtp.io.stores import Folder
 from jaxtp.mesh.axes import is_count
 from jaxtp.mesh.build import auto_context
 from jaxtp.placement.arrays import refuse_donated
@@ -71,21 +73,21 @@ class Checkpoints:
     With several processes all of them make the same calls, on a folder that all of them see.
 
     Attributes:
-        folder: Where they are, each in a folder called as its step.
+        folder: Where they are, each in a folder called as its step: of a file system, or
+            `gs://bucket/run` with `jaxtp[remote]`.
         keep_last: How many are kept.
 
     Raises:
-        BadRunFolder: TP093, for an address such as `gs://bucket/run`.
+        BadRunFolder: TP093, for the address of a store that Orbax cannot write to.
         BadUsage: TP132, for what is no path.
-        BadConfig: TP020, if `keep_last` is no count of 1 or more.
+        BadConfig: TP020, if `keep_last` is no count of 1 or more, or gcsfs is missing.
     """
 
     def __init__(self, folder: Path | str, *, keep_last: int = 3) -> None:
-        path = as_folder(folder)
-        disk.refuse_address(folder)
+        as_folder(folder)
         if not is_count(keep_last) or keep_last < 1:
             raise BadConfig(f"is {keep_last!r}", where="keep_last", fix="an integer, 1 or more")
-        self.folder, self.keep_last = path.absolute(), keep_last
+        self.folder, self.keep_last = stores.as_place(folder), keep_last
         self._manager: ocp.CheckpointManager | None = None
         self._restored: int | None = None
 
@@ -93,10 +95,12 @@ class Checkpoints:
         """The steps of which there is a complete checkpoint, or a damaged one, in order.
 
         Raises:
-            BadCheckpoint: TP090, if the last one could not be written.
+            BadCheckpoint: TP090, if the last one could not be written, or a store not be reached.
         """
         self.wait()
-        return sorted(int(path.name) for path in self.folder.glob("*") if path.name.isdigit())
+        with _reaching(self.folder):
+            found = [path for path in self.folder.glob("*") if path.name.isdigit()]
+            return sorted(int(path.name) for path in found if stores.is_complete(path))
 
     def save(
         self,
@@ -192,7 +196,7 @@ class Checkpoints:
             except BadCheckpoint as err:
                 skipped.append(err)
                 continue
-            for path in self.folder.glob(f"*{UNFINISHED}*"):
+            for path in self._unfinished():
                 skipped.append(damaged(path, "it was never finished"))
             for err in skipped:
                 warn(f"{err.code} at {err.where}: skipped, {err.what}")
@@ -244,15 +248,23 @@ class Checkpoints:
             return
         self.close()
 
+    def _unfinished(self) -> list[Any]:
+        """What a process that died while it wrote has left behind."""
+        found = [path for path in self.folder.glob("*") if path.name.isdigit()]
+        return [path for path in found if not stores.is_complete(path)] or list(
+            self.folder.glob(f"*{UNFINISHED}*")
+        )
+
     def _open(self) -> ocp.CheckpointManager:
         """Makes room for what comes after the restored step, and lets Orbax manage the folder."""
         checkpoint_arrays.hush_abandoned()
+        stores.check_writable(self.folder)
         if self._restored is not None and jax.process_index() == 0:
             for number in self.steps():
                 if number > self._restored:
-                    path = self.folder / str(number)
                     before = len(list(self.folder.glob(f"{number}{SET_ASIDE}*")))
-                    path.rename(f"{path}{SET_ASIDE}{before or ''}")
+                    name = f"{number}{SET_ASIDE}{before or ''}"
+                    stores.rename(self.folder / str(number), name)
         if jax.process_count() > 1:
             multihost_utils.sync_global_devices("jaxtp.io.checkpoints")
         options = ocp.CheckpointManagerOptions(
@@ -296,7 +308,7 @@ class Checkpoints:
         )
 
 
-def _agree(folder: Path, *, is_read: bool) -> None:
+def _agree(folder: Folder, *, is_read: bool) -> None:
     """Lets all processes skip a checkpoint that one of them cannot read.
 
     What follows is compiled for all devices, and would wait for that process for ever.
@@ -351,21 +363,40 @@ def _fingerprints(found: Mapping[str, Any]) -> dict[str, int]:
 
 
 @contextlib.contextmanager
-def _writing(folder: Path) -> Generator[None]:
+def _writing(folder: Folder) -> Generator[None]:
     """Inside the block, errors of the file system are coded ones.
 
     Raises:
         BadCheckpoint: TP090.
     """
     try:
-        yield
+        with stores.answering(folder):
+            yield
     except BadCheckpoint:
         raise
     except (OSError, ValueError) as err:  # TensorStore raises ValueError for a full disk too
         if sign_of_lost_peer(err):
             raise
-        raise BadCheckpoint(
-            f"cannot be written: {checkpoint_arrays.shorten(err)}",
-            where=str(folder),
-            fix=disk.remedy(err),
-        ) from err
+        raise _refused("written", folder, err) from err
+
+
+@contextlib.contextmanager
+def _reaching(folder: Folder) -> Generator[None]:
+    """Inside the block, a store that does not answer is a coded error.
+
+    Raises:
+        BadCheckpoint: TP090.
+    """
+    try:
+        with stores.answering(folder):
+            yield
+    except OSError as err:
+        raise _refused("listed", folder, err) from err
+
+
+def _refused(what: str, folder: Folder, err: Exception) -> BadCheckpoint:
+    return BadCheckpoint(
+        f"cannot be {what}: {checkpoint_arrays.shorten(err)}",
+        where=str(folder),
+        fix=stores.remedy(folder, err),
+    )

@@ -1,18 +1,10 @@
 """What a run folder's disk can refuse, and what to do about each refusal.
 
 In: an error of the file system, or of TensorStore that quotes one. Out: the fix of a coded error.
-Also what is no folder at all.
 """
 
 import errno
 import os
-import re
-from pathlib import Path
-
-from jaxtp.errors import BadRunFolder
-
-ADDRESS = re.compile(r"([a-z][a-z0-9+.-]+):/")
-"""How `gs://bucket/run` begins, also after `Path` has taken one slash away."""
 
 REMEDIES = {
     errno.ENOSPC: "make room on the disk, or choose another run.folder",
@@ -31,21 +23,6 @@ REMEDIES = {
     errno.EMFILE: "raise the limit of open files: ulimit -n",
 }
 """What helps, by error number."""
-
-
-def refuse_address(folder: Path | str) -> None:
-    """Refuses `gs://bucket/run` and the like, which would else be a folder called `gs:` here.
-
-    Raises:
-        BadRunFolder: TP093.
-    """
-    if found := ADDRESS.match(str(folder)):
-        raise BadRunFolder(
-            f"{found[1]}:// is the address of a store, and folders are those of file systems",
-            where=str(folder),
-            fix="mount the store on every host (gcsfuse, mountpoint-s3, blobfuse2), and name the "
-            "folder there",
-        )
 
 
 def remedy(error: BaseException) -> str:

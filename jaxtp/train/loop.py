@@ -10,6 +10,7 @@ import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from jaxtp.io import stores
 from jaxtp.train import run_folder
 from jaxtp.train.guard import Guard
 from jaxtp.train.metrics import Line, MetricsFile
@@ -87,6 +88,7 @@ def fit(
         RunFolderTaken: TP092, if the folder belongs to another run that still lives.
         BadRunFolder: TP093, if the folder cannot be written to, or was taken over.
     """
+    stores.refuse_address(folder)
     hooks = hooks or Hooks()
     with (
         run_folder.hold(folder) as lease,

@@ -1,13 +1,12 @@
 """A run folder belongs to one run at a time, and says so to every host that sees it.
 
-In: a folder on any file system that hosts share. Out: a lease on it, or the refusal that names who
-has it; and coded errors for a disk that takes no more.
+In: a folder on any file system that hosts share, or in a store. Out: a lease on it, or the refusal
+that names who has it; and coded errors for a disk that takes no more.
 
-`owner-N.json` names the process that owns the folder, and its modification time is its heartbeat.
-What file systems do atomically everywhere is to create a name that is not there yet, so that is
+`owner-N.json` names the process that owns the folder, and is renewed as its heartbeat. What file
+systems and stores do atomically everywhere is to create a name that is not there yet, so that is
 all that owning rests on: a new owner creates the file of the next number, and of several that try
 one succeeds. An owner that was frozen meanwhile finds the higher number, and ends before it writes.
-Locks are not used: NFS servers lose them, and some clusters' file systems have none.
 
 Whether an owner still lives is certain on its own machine, where its process is there or not.
 Other machines compare the file's time with that of a file that they create beside it, since clocks
@@ -33,7 +32,9 @@ from typing import Any
 import jax
 
 from jaxtp.errors import BadRunFolder, RunFolderTaken
-from jaxtp.io import disk
+from jaxtp.io import stores
+from jaxtp.io.owner_files import OwnerFiles, owner_files
+from jaxtp.io.stores import Folder
 from jaxtp.processes import faults
 from jaxtp.processes.startup import gather
 
@@ -46,8 +47,6 @@ as long as NFS clients may keep a file's times (acregmax)."""
 
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE}
 """What a disk answers to a write that names no file."""
-
-PREFIX, SUFFIX = "owner-", ".json"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,9 +90,9 @@ class RunFolder:
         owner: What its file says.
     """
 
-    def __init__(self, path: Path, owner: Owner) -> None:
+    def __init__(self, path: Folder, owner: Owner) -> None:
         self.path, self.owner = path, owner
-        self._file = _file_of(path, owner.number)
+        self._files = owner_files(path)
         self._heard = time.monotonic()
         self._problem: BadRunFolder | None = None
         self._closed = threading.Event()
@@ -117,7 +116,7 @@ class RunFolder:
         """Ends the heartbeats and frees the folder."""
         self._closed.set()
         with contextlib.suppress(OSError):
-            self._file.unlink()
+            self._files.delete(self.owner.number)
 
     def _beat(self) -> None:
         while not self._closed.wait(BEAT_SECONDS):
@@ -128,8 +127,8 @@ class RunFolder:
     def _look(self) -> BadRunFolder | None:
         """Renews the lease; what is wrong, if it is lost."""
         try:
-            os.utime(self._file)
-            newest = _newest(self.path)
+            self._files.renew(self.owner.number)
+            newest = _newest(self._files)
         except FileNotFoundError:
             newest = None
         except OSError as error:
@@ -139,7 +138,7 @@ class RunFolder:
         if newest is not None and newest.token == self.owner.token:
             self._heard = time.monotonic()
             return None
-        if not self.path.exists():
+        if not self._files.exists():
             return _refused(self.path, FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)))
         by = f"process {newest.pid} on {newest.host}" if newest else "whoever deleted its file"
         return BadRunFolder(
@@ -149,20 +148,20 @@ class RunFolder:
         )
 
 
-_held: dict[Path, RunFolder | None] = {}
+_held: dict[Folder, RunFolder | None] = {}
 """What this run owns; its first process has the lease."""
 
 
 @contextlib.contextmanager
 def hold(
-    folder: Path, *, say: Callable[[str], None] = lambda _: None
+    folder: Folder, *, say: Callable[[str], None] = lambda _: None
 ) -> Generator[RunFolder | None]:
     """Owns a run folder inside the block; errors of its disk are coded ones.
 
     With several processes the first one owns it for all of them. Blocks may be nested.
 
     Args:
-        folder: Made if missing.
+        folder: Made if missing; also one of a store, see `jaxtp.io.stores.as_place`.
         say: Gets a line where the owner's machine is another one and has to be waited for.
 
     Yields:
@@ -170,12 +169,10 @@ def hold(
 
     Raises:
         RunFolderTaken: TP092, in every process, if it belongs to a run that still lives.
-        BadRunFolder: TP093, in every process, if it cannot be written to, or is an address such as
-            `gs://bucket/run`; and whenever inside the block an error of the file system comes from
-            this folder.
+        BadRunFolder: TP093, in every process, if it cannot be written to; and whenever inside the
+            block an error of the file system comes from this folder.
     """
-    disk.refuse_address(folder)
-    place = folder.absolute()
+    place = stores.as_place(folder)
     if place in _held:
         yield _held[place]
         return
@@ -189,7 +186,7 @@ def hold(
             lease.release()
 
 
-def _take_for_all(folder: Path, say: Callable[[str], None]) -> RunFolder | None:
+def _take_for_all(folder: Folder, say: Callable[[str], None]) -> RunFolder | None:
     lease, refusal = None, None
     if jax.process_index() == 0:
         try:
@@ -206,40 +203,42 @@ def _take_for_all(folder: Path, say: Callable[[str], None]) -> RunFolder | None:
     return lease
 
 
-def _take(folder: Path, say: Callable[[str], None]) -> Owner:
-    folder.mkdir(parents=True, exist_ok=True)
+def _take(folder: Folder, say: Callable[[str], None]) -> Owner:
+    files = owner_files(folder)
+    files.prepare()
     while True:
-        newest = _newest(folder)
+        newest = _newest(files)
         if newest is not None:
-            _outlive(folder, newest, say)
+            _outlive(folder, files, newest, say)
         owner = _this_process((newest.number if newest else 0) + 1)
         # Looked for once more: a directory that was read from a cache may have lacked the newest.
-        if not _create(folder, owner):
+        if not files.create(owner.number, json.dumps(dataclasses.asdict(owner), indent=1)):
             continue
-        own = _file_of(folder, owner.number)
-        if _newest(folder) == owner:
-            for path in folder.glob(f"{PREFIX}*{SUFFIX}"):
-                if path != own:
-                    path.unlink(missing_ok=True)
+        if _newest(files) == owner:
+            for number in files.numbers():
+                if number != owner.number:
+                    files.delete(number)
             return owner
-        own.unlink(missing_ok=True)
+        files.delete(owner.number)
 
 
-def _outlive(folder: Path, owner: Owner, say: Callable[[str], None]) -> None:
+def _outlive(folder: Folder, files: OwnerFiles, owner: Owner, say: Callable[[str], None]) -> None:
     """Returns when an owner is known to be gone.
 
     Raises:
         RunFolderTaken: TP092, if it lives.
     """
-    lives, beat = owner.lives(), _beat_of(folder, owner)
-    if lives is None and beat is not None and _age(folder, beat) < LEASE_SECONDS:
-        say(
-            f"{folder} belonged to process {owner.pid} on {owner.host}: waiting up to "
-            f"{LEASE_SECONDS:g} s for a sign of life"
-        )
-        while lives is None and _age(folder, beat) < LEASE_SECONDS:
+    lives, beat = owner.lives(), files.beat(owner.number)
+    if lives is None and beat is not None:
+        silence, start = files.silence(owner.number), time.monotonic()
+        if silence < LEASE_SECONDS:
+            say(
+                f"{folder} belonged to process {owner.pid} on {owner.host}: waiting up to "
+                f"{LEASE_SECONDS:g} s for a sign of life"
+            )
+        while lives is None and silence + time.monotonic() - start < LEASE_SECONDS:
             time.sleep(BEAT_SECONDS / 5)
-            now = _beat_of(folder, owner)
+            now = files.beat(owner.number)
             if now is None:
                 return
             lives = True if now != beat else None
@@ -249,74 +248,22 @@ def _outlive(folder: Path, owner: Owner, say: Callable[[str], None]) -> None:
             f"{owner.since}: {owner.command}",
             where=str(folder),
             fix=f"another run.folder; or end that run (kill {owner.pid} on {owner.host}), and the "
-            f"folder is free; or delete {_file_of(folder, owner.number)}, and that run ends by "
-            f"itself within {BEAT_SECONDS:g} s",
+            f"folder is free; or delete {files.path(owner.number)}, and that run ends by itself "
+            f"within {BEAT_SECONDS:g} s",
         )
 
 
-def _create(folder: Path, owner: Owner) -> bool:
-    """Makes an owner's file with all that is in it, unless there is one of its number."""
-    path = _file_of(folder, owner.number)
-    text = json.dumps(dataclasses.asdict(owner), indent=1)
-    new = path.with_name(f".{path.name}.{owner.token}")
-    try:
-        new.write_text(text)
-        os.link(new, path)
-    except FileExistsError:
-        return False
-    except OSError as error:
-        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
-            raise
-        # Without hard links the file is there before what is in it.
-        try:
-            with path.open("x") as file:
-                file.write(text)
-        except FileExistsError:
-            return False
-    finally:
-        with contextlib.suppress(OSError):
-            new.unlink()
-    return True
-
-
-def _newest(folder: Path) -> Owner | None:
+def _newest(files: OwnerFiles) -> Owner | None:
     """The owner of the highest number, alive or not."""
-    numbers = [path.name[len(PREFIX) : -len(SUFFIX)] for path in folder.glob(f"{PREFIX}*{SUFFIX}")]
-    for number in sorted((int(n) for n in numbers if n.isdigit()), reverse=True):
+    for number in sorted(files.numbers(), reverse=True):
         try:
-            return Owner(**json.loads(_file_of(folder, number).read_text()))
+            return Owner(**json.loads(files.read(number)))
         except FileNotFoundError:
             continue
         except (ValueError, TypeError):  # just being written, or written by another version
             empty = {field.name: "" for field in dataclasses.fields(Owner)}
             return Owner(**empty | {"number": number, "host": "?", "pid": 0, "started": 0})  # pyright: ignore[reportArgumentType]
     return None
-
-
-def _beat_of(folder: Path, owner: Owner) -> int | None:
-    """The time of an owner's last heartbeat, in the file system's nanoseconds."""
-    try:
-        # Opened, so that NFS clients ask the server.
-        with _file_of(folder, owner.number).open("rb") as file:
-            return os.fstat(file.fileno()).st_mtime_ns
-    except FileNotFoundError:
-        return None
-
-
-def _age(folder: Path, beat: int) -> float:
-    """Seconds since a heartbeat by the file system's own clock."""
-    path = folder / f".clock-{uuid.uuid4().hex}"
-    try:
-        with path.open("x") as file:
-            file.write("x")
-            file.flush()
-            return (os.fstat(file.fileno()).st_mtime_ns - beat) / 1e9
-    finally:
-        path.unlink(missing_ok=True)
-
-
-def _file_of(folder: Path, number: int) -> Path:
-    return folder / f"{PREFIX}{number:06d}{SUFFIX}"
 
 
 def _this_process(number: int) -> Owner:
@@ -351,24 +298,28 @@ def _start_of(pid: int) -> int | None:
 
 
 @contextlib.contextmanager
-def _writing(folder: Path) -> Generator[None]:
+def _writing(folder: Folder) -> Generator[None]:
     """Inside the block, errors of the file system that come from a folder are coded ones."""
     try:
         yield
     except OSError as error:
-        is_own = error.errno in DISK_ERRORS or (
-            isinstance(error.filename, str | os.PathLike)
-            and Path(error.filename).absolute().is_relative_to(folder)
-        )
-        if not is_own:
+        if not (error.errno in DISK_ERRORS or _is_within(folder, error.filename)):
             raise
         raise _refused(folder, error) from error
 
 
-def _refused(folder: Path, error: OSError) -> BadRunFolder:
-    place = f" ({error.filename})" if error.filename else ""
+def _is_within(folder: Folder, name: Any) -> bool:
+    if not isinstance(name, str | os.PathLike):
+        return False
+    if not isinstance(folder, Path):
+        return os.fspath(name).startswith(str(folder))
+    return Path(name).absolute().is_relative_to(folder)
+
+
+def _refused(folder: Folder, error: OSError) -> BadRunFolder:
+    place = f" ({error.filename})" if error.filename not in (None, str(folder)) else ""
     return BadRunFolder(
         f"cannot be written: {error.strerror or error}{place}",
         where=str(folder),
-        fix=disk.remedy(error),
+        fix=stores.remedy(folder, error),
     )

@@ -1,12 +1,13 @@
 """A whole run from its settings: devices, state, checkpoints, the loop, and what it ends with."""
 
+import contextlib
 import dataclasses
 import json
 import math
 import operator
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from jaxtp.compile import running_step
 from jaxtp.config.settings import Config, settings
 from jaxtp.errors import BadCheckpoint, TrainingDiverged
 from jaxtp.hardware.clusters import Cluster
+from jaxtp.io import stores
 from jaxtp.io.checkpoint_metadata import Summary
 from jaxtp.io.checkpoints import Checkpoints
 from jaxtp.processes.device_health import probe
@@ -74,7 +76,10 @@ def run(config: Config, *, say: Callable[[object], None] = print) -> Finished:
         Cluster.parse(config.target)
     if config.run.tensorboard:
         watch.tensorboard_module()
-    checkpoints = Checkpoints(config.run.folder / "checkpoints", keep_last=config.run.keep_last)
+    stores.refuse_address(config.run.folder)
+    checkpoints = Checkpoints(
+        config.run.checkpoints or config.run.folder / "checkpoints", keep_last=config.run.keep_last
+    )
     _check_folder(checkpoints, config)
     found = _adapt(config, checkpoints, say)
     config = found.config
@@ -87,7 +92,7 @@ def run(config: Config, *, say: Callable[[object], None] = print) -> Finished:
     speaker = _Speaker(say)
     if found.line:
         speaker(found.line)
-    with run_folder.hold(config.run.folder, say=speaker):
+    with run_folder.hold(config.run.folder, say=speaker), _held(checkpoints, config, speaker):
         _probe(config, speaker)
         setup = prepare(config, resumes=bool(checkpoints.steps()))
         speaker(f"{setup.plan}\n")
@@ -97,6 +102,16 @@ def run(config: Config, *, say: Callable[[object], None] = print) -> Finished:
     if finished.exit_code:
         speaker("stopped because it was asked to; the same command continues")
     return finished
+
+
+@contextlib.contextmanager
+def _held(checkpoints: Checkpoints, config: Config, say: "_Speaker") -> Generator[None]:
+    """Owns the folder of checkpoints too where it is not the run's, which another run may name."""
+    if not config.run.checkpoints:
+        yield
+        return
+    with run_folder.hold(checkpoints.folder, say=say):
+        yield
 
 
 def _adapt(
