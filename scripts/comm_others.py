@@ -214,24 +214,37 @@ class Case:
     seq: int = 4096
     num_layers: int = LAYERS
     fsdp: int = 1
+    tp: int = 8
     limit: float = MOST_TIME
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Axes of more than one device."""
+        return {name: n for name, n in (("fsdp", self.fsdp), ("tp", self.tp)) if n > 1}
+
+    @property
+    def hosts(self) -> int:
+        """Of eight GPUs."""
+        return self.fsdp * self.tp // 8
 
     @property
     def mesh(self) -> str:
         """Its axes and devices, for people."""
-        return f"fsdp {self.fsdp} x tp 8, h100:{self.fsdp}x8" if self.fsdp > 1 else "tp 8, h100:1x8"
+        axes = " x ".join(f"{name} {size}" for name, size in self.sizes.items())
+        return f"{axes}, h100:{self.hosts}x8"
 
     def report(self, overlap: Overlap) -> Report:
         """Of its step."""
         item = jnp.dtype(DTYPE).itemsize
         message = self.batch * self.seq * WIDTH * item
-        # Four all-reduces a layer, and one of the table and of the head each.
-        needs = [
-            Need(kind="all-reduce", axes=("tp",), num_bytes=message, count=4 * self.num_layers + 2)
-        ]
+        needs: list[Need] = []
+        if self.tp > 1:
+            # Four all-reduces a layer, and one of the table and of the head each.
+            count = 4 * self.num_layers + 2
+            needs.append(Need(kind="all-reduce", axes=("tp",), num_bytes=message, count=count))
         if self.fsdp > 1:
             heads = 2 * (HEADS + KV_HEADS) * HEAD_DIM
-            layer, table = (WIDTH * n * item / 8 for n in (heads + 3 * INNER, VOCAB))
+            layer, table = (WIDTH * n * item / self.tp for n in (heads + 3 * INNER, VOCAB))
             # A layer is gathered once each way, a table once; each gradient is reduced once.
             for kind, size, count in (
                 ("all-gather", layer, 2 * self.num_layers),
@@ -240,14 +253,14 @@ class Case:
                 ("reduce-scatter", table, 2),
             ):
                 needs.append(Need(kind=kind, axes=("fsdp",), num_bytes=size, count=count))
-        sizes = {"batch": self.batch * self.fsdp, "seq": self.seq, "num_layers": self.num_layers}
+        sizes = {"batch": self.batch * self.hosts, "seq": self.seq, "num_layers": self.num_layers}
         return preflight(
             "comm_others:step",
-            target=f"h100:{self.fsdp}x8",
-            mesh={"fsdp": self.fsdp, "tp": 8} if self.fsdp > 1 else {"tp": 8},
+            target=f"h100:{self.hosts}x8",
+            mesh=self.sizes,
             keywords={"model": self.model, **sizes, "overlap": overlap},
             options=compile_options(overlap=overlap),
-            floor_bytes=floor_bytes(size=8, message_bytes=message, layers=self.num_layers),
+            floor_bytes=floor_bytes(size=self.tp, message_bytes=message, layers=self.num_layers),
             needs=needs,
         )
 

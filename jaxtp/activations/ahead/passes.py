@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxtp.activations.ahead.beside import with_arrived
 from jaxtp.activations.ahead.loops import in_pairs, take
 from jaxtp.activations.ahead.weights import Replicas, Weights
 from jaxtp.plan.trees import PyTree
@@ -139,9 +140,9 @@ def _backward(
     """Gradients of the parameters, of what the first layer takes, and sums of the context's."""
     weights, last, (context, rows) = run.weights, run.num_layers - 1, around
 
-    def layer(i: jax.Array | int, w: PyTree, d_x: Any) -> tuple[Any, PyTree, Any]:
+    def layer(i: jax.Array | int, w: PyTree, d_x: Any, beside: PyTree = ()) -> tuple[Any, Any]:
         own = run.around(context, take(rows, i))
-        return run.backward(take(kept, i), w, own, d_x, take(d_ys, i))
+        return with_arrived(run.backward, (take(kept, i), w, own, d_x, take(d_ys, i)), beside)
 
     def body(turn: jax.Array | int, carry: Any, *, final: bool = False) -> Any:
         d_x, w, partial, collected, sums = carry
@@ -149,8 +150,8 @@ def _backward(
         shards = () if final else weights.shards(params, i - 1)
         d_x, w, partial, collected, shards = barrier((d_x, w, partial, collected, shards))
         preceding = shards if final else weights.gather(shards)
-        collected = weights.put(collected, weights.reduce(partial), i + 1)
-        d_x, partial, found = layer(i, w, d_x)
+        (d_x, partial, found), behind = layer(i, w, d_x, weights.reduce(partial))
+        collected = weights.put(collected, behind, i + 1)
         sums = jax.tree.map(jnp.add, sums, found)
         return *barrier((d_x, preceding, partial, collected)), sums
 
@@ -163,7 +164,7 @@ def _backward(
         # The second layer's gather waits for the first one's turn, so that two are never ahead.
         d_x, w, shards = barrier((d_x, w, weights.shards(params, last - 1)))
         preceding = weights.gather(shards)
-    d_x, partial, sums = layer(last, w, d_x)
+    (d_x, partial, sums), _ = layer(last, w, d_x)
     if last:
         carry = *barrier((d_x, preceding, partial, collected)), sums
         d_x, _, partial, collected, sums = body(

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxtp.activations.ahead.beside import with_arrived
 from jaxtp.activations.ahead.loops import in_pairs, take
 from jaxtp.activations.ahead.weights import Weights
 from jaxtp.layers.interleaving.forward_pass import A, B, Params, Stack
@@ -66,7 +67,7 @@ def backward(
         def body(turn: jax.Array, state: State) -> State:
             index = last - turn
             own = [take(block, index) for _, block in params]
-            state, blocks, _ = layer(state, own, index)
+            state, blocks = layer(state, own, index)
             pairs = zip(state.blocks, blocks, strict=True)
             return state._replace(blocks=[_put(all_, one, index) for all_, one in pairs])
 
@@ -94,7 +95,7 @@ def _one_behind(
     stack: Stack,
     all_weights: tuple[Weights, ...],
     params: Params,
-    layer: Callable[..., tuple[State, list[PyTree], PyTree]],
+    layer: Callable[..., tuple[State, list[PyTree]]],
     state: State,
     last: int,
 ) -> State:
@@ -118,7 +119,8 @@ def _one_behind(
         shards = [] if final or not stack.gathers else stack.shards(params, index - 1)
         (state, own, partial), shards = lax.optimization_barrier((carry, shards))
         preceding = stack.gather(shards) if shards else []
-        state, partial, behind = layer(state, own_of(own, index), index, reduced(partial))
+        args = state, own_of(own, index), index
+        (state, partial), behind = with_arrived(layer, args, reduced(partial))
         state = put(state, behind, index + 1)
         return lax.optimization_barrier((state, preceding, partial))
 
@@ -129,7 +131,7 @@ def _one_behind(
         alive = (state, own, stack.shards(params, last - 1))
         state, own, shards = lax.optimization_barrier(alive)
         preceding = stack.gather(shards)
-    state, partial, _ = layer(state, own_of(own, last), last)
+    state, partial = layer(state, own_of(own, last), last)
     if last:
         carry = lax.optimization_barrier((state, preceding, partial))
         carry = in_pairs(last - 1, body, carry)
@@ -145,8 +147,7 @@ def _layer(
     state: State,
     own: list[PyTree],
     index: jax.Array | int,
-    beside: PyTree = (),
-) -> tuple[State, list[PyTree], PyTree]:
+) -> tuple[State, list[PyTree]]:
     """One layer; half A's last message is left to the layer in front.
 
     Args:
@@ -157,10 +158,9 @@ def _layer(
         state: Behind the layer.
         own: The weights of its blocks, by branch.
         index: Which layer.
-        beside: What moves meanwhile, and has arrived before the last turn ends.
 
     Returns:
-        The state in front of it, gradients of its blocks, by branch and replica, and `beside`.
+        The state in front of it, and gradients of its blocks, by branch and replica.
     """
     # Branches of this layer, and the first one of the layer behind, where half A's message is for.
     behind = jnp.minimum(index + 1, kept[A][0].shape[0] - 1)
@@ -181,12 +181,7 @@ def _layer(
             d_cut, d_h = pull(stack.ways.copies(d_x[me]))
             # Gradients of weights stay outside of the barrier: they fill whatever room there is.
             alive = (d_h, stack.ways.total(message), d_x)
-            if (i, me) == (0, A):
-                # Left free, XLA begins the reduction behind the turns, and gathers wait for it.
-                alive, beside = lax.optimization_barrier((alive, beside))
-            else:
-                alive = lax.optimization_barrier(alive)
-            d_h, total, d_x = alive
+            d_h, total, d_x = lax.optimization_barrier(alive)
             norm = functools.partial(stack.norm, to % len(params))
             d_norm, d_input = jax.vjp(norm, norms[to], x[other][to])[1](total)
             d_weights.append(d_cut)
@@ -198,11 +193,7 @@ def _layer(
     here = [_add(*d_norm) for d_norm in d_norms[:-1]]
     (first,) = d_norms[-1]
     norms = [_put(all_, one, index) for all_, one in zip(state.norms, here, strict=True)]
-    return (
-        State(d_x, message, norms, state.blocks, _put(state.first, first, behind)),
-        d_blocks,
-        beside,
-    )
+    return State(d_x, message, norms, state.blocks, _put(state.first, first, behind)), d_blocks
 
 
 def _block(stack: Stack, i: int, context: Context, weights: PyTree, h_WBTD: jax.Array) -> jax.Array:
