@@ -276,11 +276,11 @@ def centred(params, x):
 
 
 def in_two_parts(params, x):
-    """Layers that all read what others before them made."""
-    memory = y = through(x, params[:3])
-    for w in params[3:]:
+    """Layers that all read what others before them made, but the last."""
+    memory = y = through(x, params[:2])
+    for w in params[2:5]:
         y = y + jax.nn.relu((y + memory) @ w["up"]) @ w["down"]
-    return y
+    return one(y, params[5])
 
 
 def jitted(params, x):

@@ -52,6 +52,16 @@ def test_a_scanned_model_not_ours_gathers_and_reduces_each_layer_once():
     assert comm_others.over_longest(report) <= 1.35
 
 
+def test_an_unrolled_model_not_ours_gathers_ahead_too():
+    case = comm_others.Case(model="nnx_loop", fsdp=8, num_layers=8)
+    report = case.report("aggressive")
+    (network,) = (link for link in report.links if link.name == "network")
+    assert network.busy_seconds <= comm_others.MOST_WIRE * network.needed_seconds
+    # The first layer's weights and the table come, and their gradients leave, beside nothing.
+    assert network.exposed_seconds <= 0.1 * network.busy_seconds
+    assert comm_others.over_longest(report) <= 1.2
+
+
 def test_a_hand_written_plan_is_no_better_and_a_naive_one_is_far_worse(compiler):
     rows = bench_comm.floor(compiler).rows  # compiled already
     for model, _, _ in bench_comm.SHAPES:

@@ -118,7 +118,7 @@ class StraightLine:
                 if self._most(inner) < MANY:
                     found[-1].append(segment)
                 else:
-                    found += [inner, []]
+                    found.append(inner)  # what follows hands on one array, too
         return [self._grouped(one) for one in found if self._most(one) > 1]
 
     def _next(self, first: int, stop: int) -> int | None:
