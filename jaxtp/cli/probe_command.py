@@ -38,9 +38,10 @@ def probe(
         kind = measure_machine()
         if jax.process_index() == 0:
             write_text(measure, kind.to_json())
+            across = "measured" if kind.network_share == 1 else "the data sheet's: one host"
             print(
                 f"wrote {measure}: products {kind.matmul_flops / 1e12:,.1f} TFLOP/s, memory "
                 f"{kind.hbm_bandwidth / 1e9:,.0f} GB/s, network {kind.nic_bandwidth / 1e9:,.1f} "
-                f"GB/s a GPU",
+                f"GB/s a GPU ({across})",
                 file=sys.stderr,
             )

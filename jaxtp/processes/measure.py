@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -61,17 +62,16 @@ def measure(*, effort: Effort | None = None, timeout: float = 600.0) -> DeviceKi
 
     Raises:
         BadTopology: TP012, for a GPU of unknown kind.
-        ProcessesDisagree: TP014, if processes have different numbers of devices.
+        ProcessesDisagree: TP014, if processes or hosts have different numbers of devices.
     """
     on_cpu = jax.default_backend() == "cpu"
     effort = effort or (SMALL if on_cpu else Effort())
     base = KINDS["h100"] if on_cpu else kind_of(jax.devices()[0].device_kind)
-    here = jax.local_device_count()
-    agree({"devices of a process": here})
+    devices, here = _by_host(timeout)
     with watchdog(timeout, place="measuring"):
         product = max(map(_product_rate, effort.product_sizes))
         memory = _memory_rate(effort.stream_bytes)
-        tables, network = _collectives(effort)
+        tables, network = _collectives(devices, here, effort)
     found = gather("measured", [product, memory], timeout).values()
     slowest_product, slowest_memory = (min(rates) for rates in zip(*found, strict=True))
     joins_hosts = base.nvlink_domain > base.host_gpus
@@ -114,9 +114,20 @@ def _memory_rate(num_bytes: int) -> float:
     return 2.0 * x.nbytes / _seconds(functools.partial(jax.jit(jnp.negative), x))
 
 
-def _collectives(effort: Effort) -> tuple[Tables, float]:
+def _by_host(timeout: float) -> tuple[list[jax.Device], int]:
+    """All devices, those of a host side by side, and how many a host has.
+
+    Processes that run on one host, such as one per GPU, call it by one name.
+    """
+    names = gather("name of the host", platform.node(), timeout)
+    first = {name: min(i for i in names if names[i] == name) for name in names.values()}
+    here = jax.local_device_count() * list(names.values()).count(platform.node())
+    agree({"devices of a process": jax.local_device_count(), "devices of a host": here})
+    return sorted(jax.devices(), key=lambda d: (first[names[d.process_index]], d.id)), here
+
+
+def _collectives(devices: Sequence[jax.Device], here: int, effort: Effort) -> tuple[Tables, float]:
     """Bandwidth tables inside a host, in GB/s, and bytes/s of a GPU across hosts, 0 for one."""
-    devices, here = jax.devices(), jax.local_device_count()
     rows: dict[str, dict[int, Sequence[float]]] = {}
     size = 2
     while size <= here:

@@ -321,13 +321,17 @@ def _figures(number: int, row: Found) -> tuple[str, ...]:
     return (
         str(number),
         mesh_text(one),
-        f"{one.seconds:.3f}s",
-        f"{report.step_seconds_modelled:.3f}s" if report else "",
+        _time(one.seconds),
+        _time(report.step_seconds_modelled) if report else "",
         f"{one.mfu:.1%}",
         f"{report.peak_bytes / GIB:.1f} C" if report else f"{one.memory_bytes / GIB:.1f}",
         f"{one.state_bytes / GIB:.1f}",
         *(f"{part / one.seconds:.1%}" for part in waits),
     )
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.3f}s" if seconds >= 1 else f"{seconds * 1e3:.1f}ms"
 
 
 def _preallocated(result: Search) -> Iterator[str]:

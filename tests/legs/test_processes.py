@@ -306,6 +306,21 @@ def test_processes_that_diverge_test_their_devices(runs):
     assert both[0][1].count("probed 8 devices, 0 wrong") == 2  # at the start and at the end
 
 
+def test_processes_of_one_host_measure_its_links_and_no_network(runs):
+    """As one process per GPU is started: what they exchange says nothing of the NICs."""
+    machine, address = runs.root / "machine.json", f"localhost:{free_port()}"
+    command = [sys.executable, "-m", "jaxtp.cli.commands", "probe", "--cpu-devices", "2"]
+    command += ["--measure", machine]
+    shared = {"JAX_NUM_PROCESSES": "2", "JAX_COORDINATOR_ADDRESS": address}
+    both = [runs.start(command, **shared, JAX_PROCESS_ID=number) for number in "01"]
+    for code, _, err in finish(both):
+        assert code == 0, err
+    kind = json.loads(machine.read_text())
+    assert (kind["host_gpus"], kind["nvlink_domain"]) == (2, 2)
+    assert list(kind["tables"]["all-reduce"]) == ["2"]
+    assert kind["network_share"] < 1  # the data sheet's
+
+
 def test_supervised_processes_start_again_after_one_is_killed(runs, together):
     both = runs.train("again", "--run.max_restarts", "2", "--run.checkpoint_every", "1", count=2)
     while len(runs.metrics("again")) < 2:
