@@ -111,6 +111,7 @@ REFUSED = {
     "types are a word": ("gemma2", {"layer_types": FULL}, "layer_types: Input should be a valid"),
     "types are lists": ("gemma2", {"layer_types": [[], [], []]}, "layer_types: Input should be"),
     "other types": ("gemma2", {"layer_types": [FULL, "chunked", FULL]}, "layer_types: Input sh"),
+    "no groups": ("deepseek_v3", {"n_group": None}, "n_group: Input should be a valid integer"),
     "dtype is a list": ("llama", {"dtype": ["float32"]}, "dtype: Input should be a valid string"),
     "architectures is a number": ("llama", {"architectures": 3}, "architectures: Input should be"),
     "window in use: a word": ("qwen3", {"use_sliding_window": "no"}, "use_sliding_window: Input"),
@@ -283,6 +284,18 @@ def test_a_header_of_very_many_tensors_is_refused(copy, load, entries):
     with (folder / "model.safetensors").open("wb") as stream:
         stream.write(len(text).to_bytes(8, "little") + text + bytes(entries))
     with pytest.raises(BadWeights, match=r"is no description of a model|are not of this model"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    "shape", [[10**18] * 100_000, [1] * 65, [2**63, 0]], ids=["product", "dims", "long"]
+)
+def test_shapes_that_no_array_has_are_refused(copy, load, shape):
+    folder = copy("llama")
+    entry = {"dtype": "U8", "shape": shape, "data_offsets": [0, 1]}
+    text = json.dumps({"t": entry}).encode()
+    (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + b"x")
+    with pytest.raises(BadWeights, match="has no dtype, shape and data_offsets of the right form"):
         load(folder)
 
 

@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -19,6 +20,8 @@ from jaxtp import Checkpoints
 from jaxtp.errors import BadConfig, BadRunFolder, RunFolderTaken
 from jaxtp.io import disk, stores
 from jaxtp.train import run_folder
+from jaxtp.train.guard import Guard
+from jaxtp.train.metrics import MetricsFile
 from jaxtp.train.run_folder import hold
 
 HOLD = """
@@ -175,6 +178,29 @@ def test_disks_that_refuse_are_coded(tmp_path):
     assert owners(tmp_path) == []
     with pytest.raises(FileNotFoundError), hold(tmp_path):
         open("/nowhere")  # noqa: SIM115
+
+
+def test_metrics_outlive_a_write_that_the_disk_breaks_off(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+
+    def write():
+        with run_folder.hold(tmp_path) as lease, MetricsFile(tmp_path, 0, lease) as log:
+            log.write(1, {"loss": 1.0})
+            resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 9, limits[1]))
+            log.write(2, {"loss": 0.5})
+
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        with pytest.raises(BadRunFolder, match=r"too large \(.*jsonl\)\n  fix: raise the limit of"):
+            write()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.read_text().endswith('\n{"step": ')
+    # And whatever else a disk may leave behind.
+    path.write_bytes(path.read_bytes() + b'\n\0\0\xff\n{}\n7\n{"step": null}\n{"step": 2}\n')
+    with MetricsFile(tmp_path, 2) as log:
+        assert log.kept == [{"step": 1, "loss": 1.0}, {"step": 2}]
+        assert Guard("here", 2.0, log.kept).problem(3, {"loss": 1.0}) is None
 
 
 @pytest.mark.parametrize(

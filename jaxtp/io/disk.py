@@ -19,6 +19,8 @@ REMEDIES = {
     errno.EEXIST: "there is a file of that name: move it away, or choose another run.folder",
     errno.ENOTDIR: "a part of the path is a file: move it away, or choose another run.folder",
     errno.ESTALE: "mount the disk again: its server has lost the folder",
+    errno.ENOTCONN: "mount the disk again: the program that serves it has ended",
+    errno.EFBIG: "raise the limit of a file's size: ulimit -f",
     errno.EIO: "have the disk checked, and choose another run.folder",
     errno.EMFILE: "raise the limit of open files: ulimit -n",
 }

@@ -25,6 +25,9 @@ from jaxtp.io.json_text import open_regular, parse_object
 LONGEST_HEADER = 100_000_000
 """Bytes; the limit of the reference implementation."""
 
+MOST_DIMS = 64
+"""Of one tensor; NumPy's limit (NPY_MAXDIMS)."""
+
 DTYPES = {
     "BOOL": "bool",
     "U8": "uint8",
@@ -153,8 +156,12 @@ def _tensor(file: Path, name: str, entry: Any, start: int, size: int) -> StoredT
 
 
 def _are_counts(numbers: Any) -> TypeGuard[list[int]]:
-    # A JSON true is a Python int too.
-    return isinstance(numbers, list) and all(type(n) is int and n >= 0 for n in numbers)
+    # A JSON true is a Python int too. Products of more and larger ones than these take minutes.
+    return (
+        isinstance(numbers, list)
+        and len(numbers) <= MOST_DIMS
+        and all(type(n) is int and 0 <= n < 2**63 for n in numbers)
+    )
 
 
 def read_box(tensor: StoredTensor, shape: tuple[int, ...], box: Box, out: NDArray[Any]) -> None:

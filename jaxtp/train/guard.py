@@ -44,7 +44,8 @@ class Guard:
     ) -> None:
         self.where, self.spike_factor = where, spike_factor
         self.num_skipped = lines[-1].get("skipped_steps", 0) if lines else 0
-        self._losses = collections.deque((line["loss"] for line in lines), maxlen=WINDOW)
+        losses = [line["loss"] for line in lines if isinstance(line.get("loss"), int | float)]
+        self._losses = collections.deque(losses, maxlen=WINDOW)
         self._scale, self._in_a_row = math.inf, 0
 
     def problem(self, step: int, record: Mapping[str, float]) -> TrainingDiverged | None:

@@ -1,5 +1,6 @@
 """`metrics.jsonl`: one JSON object a step, in order, each step once, over all restarts."""
 
+import contextlib
 import json
 import math
 import os
@@ -46,13 +47,17 @@ class MetricsFile:
 
         Raises:
             BadRunFolder: TP093, if another run has taken the folder over.
+            OSError: With the file's name, if the disk refuses.
         """
         if self._lease is not None:
             self._lease.check()
         finite = {name: v if math.isfinite(v) else None for name, v in record.items()}
         line: Line = {"step": step, **finite}
         if self._file is not None:
-            self._file.write(json.dumps(line) + "\n")
+            try:
+                self._file.write(json.dumps(line) + "\n")
+            except OSError as error:  # of a descriptor, so that it names no file
+                raise OSError(error.errno, error.strerror, str(self.path)) from error
         return line
 
     def check(self) -> None:
@@ -69,16 +74,20 @@ class MetricsFile:
 
     def __exit__(self, *error: object) -> None:
         if self._file is not None:
-            self._file.close()
+            # A line that could not be written would be tried again; that it failed is known.
+            with contextlib.suppress(OSError):
+                self._file.close()
 
 
 def _lines(path: Path, last: int) -> list[dict[str, Any]]:
     """Lines of the steps 1 to `last`, without what a killed process left behind."""
-    found: list[dict[str, Any]] = []
-    text = path.read_text() if last and path.exists() else ""
+    found: list[Any] = []
+    # A disk that lost its power may leave anything.
+    text = path.read_text(errors="replace") if last and path.exists() else ""
     for line in text.splitlines():
         try:
             found.append(json.loads(line))
-        except json.JSONDecodeError:
+        except ValueError:
             continue
-    return [line for line in found if line["step"] <= last]
+    lines = [line for line in found if isinstance(line, dict) and type(line.get("step")) is int]
+    return [line for line in lines if line["step"] <= last]

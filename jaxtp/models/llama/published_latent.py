@@ -84,10 +84,11 @@ TYPES: dict[str, Any] = {
     "qk_nope_head_dim": int,
     "qk_head_dim": int | None,
     "topk_method": str,
-    "n_group": int | None,
-    "topk_group": int | None,
 }
 """Of fields that are not ours, or have another type there."""
+
+V2_TYPES = TYPES | {"n_group": int | None, "topk_group": int | None}
+"""Where a method knows no groups they are null."""
 
 
 def read_v3(given: Fields, where: str) -> Fields:
