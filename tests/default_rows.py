@@ -77,7 +77,7 @@ DEFAULT_ROWS: dict[str, tuple[str, ...]] = {
     "test_the_gpu_program_sends_two_messages_a_layer": (
         "fewer kv heads", "gpt2", "mamba", "linen",
     ),
-    "test_unrolled_with_the_loss_outside": ("dp2-tp4", "weights ahead"),
+    "test_unrolled_with_the_loss_outside": ("weights ahead",),
     "test_damaged_weights_are_named_and_leave_nothing": ("missing", "another shape", "NaN"),
     # Long: what they show is shown in small by others, of the same file or of the legs.
     "test_no_flipped_bit_of_what_describes_a_checkpoint_goes_unnoticed": (),

@@ -234,8 +234,7 @@ def in_a_row(params, ids, memory):
     return ((x @ params["table"].T) ** 2).mean()
 
 
-@pytest.mark.parametrize("sizes", [{"fsdp": 8, "tp": 1}, {"fsdp": 4, "tp": 2}])
-def test_layers_in_a_row_have_the_next_ones_weights_ahead(sizes):
+def test_layers_in_a_row_have_the_next_ones_weights_ahead():
     shapes = {"up": (16, 64), "down": (64, 16), "read": (16, 16)}
     key = iter(jax.random.split(jax.random.key(5), 16))
 
@@ -249,9 +248,9 @@ def test_layers_in_a_row_have_the_next_ones_weights_ahead(sizes):
         "layers": [{name: normal(*shape) for name, shape in shapes.items()} for _ in range(3)],
     }
     ids, memory = jax.random.randint(next(key), (16, 4), 0, 256), normal(16, 4, 16)
-    placed, given, number, said = placed_on(in_a_row, params, ids, memory, **sizes)
+    placed, given, number, said = placed_on(in_a_row, params, ids, memory, fsdp=8, tp=1)
     assert not said
-    assert number >= 12
+    assert number == 12
     want = jax.value_and_grad(in_a_row, (0, 2))(params, ids, memory)
     got = jax.jit(jax.value_and_grad(placed, (0, 2)))(*given)
     assert_close(jax.tree.leaves(got), jax.tree.leaves(want), 16 * 4 * 256)
