@@ -79,6 +79,13 @@ class Unrolled(nnx.Module):
         return x
 
 
+class Recomputed(Unrolled):
+    def __call__(self, x):
+        for layer in self.layers:
+            x = nnx.remat(Layer.__call__)(layer, x)
+        return x
+
+
 class Centred(Unrolled):
     def between(self, x):
         return x - x.mean(0, keepdims=True)
@@ -143,12 +150,16 @@ def inputs(rows=BATCH):
 
 
 @pytest.mark.parametrize(
-    "sizes",
-    [{"tp": 8}, {"dp": 2, "tp": 4}, {"dp": 2, "fsdp": 2, "tp": 2}],
+    ("kind", "sizes"),
+    [
+        (Unrolled, {"tp": 8}),
+        (Unrolled, {"dp": 2, "tp": 4}),
+        (Recomputed, {"dp": 2, "fsdp": 2, "tp": 2}),
+    ],
     ids=["tp8", "dp2-tp4", "weights ahead"],
 )
-def test_unrolled_with_the_loss_outside(sizes):
-    model, x = Unrolled(nnx.Rngs(0)), inputs()
+def test_unrolled_with_the_loss_outside(kind, sizes):
+    model, x = kind(nnx.Rngs(0)), inputs()
     placed, number, said = traced(model, x, **sizes)
     assert number >= 6
     assert not said

@@ -66,13 +66,16 @@ class ChainRun:
         following = self._gather(0, self._shards(0, params))
         w: PyTree = ()
         for n, layer in enumerate(self.layers):
-            # Between the barriers stand a layer, and gathers that wait for nothing else.
-            x, w, shards = barrier((x, following, self._shards(n + 1, params)))
+            # Between the barriers stand a layer, and gathers that wait for nothing else. The second
+            # half's last sum is not waited for: it moves beside the first half of the next layer.
+            first, w, shards = barrier((x[:1], following, self._shards(n + 1, params)))
+            x = (*first, *x[1:])
             following = self._gather(n + 1, shards)
             one = layer.forward if keep else layer.value
             (x,), _, kept = one([x], w, self._around(n, context))
             all_kept.append(kept)
-            x, following = barrier((x, following))
+            first, following = barrier((x[:1], following))
+            x = (*first, *x[1:])
         return x, all_kept, w
 
     def _backward(
@@ -89,13 +92,14 @@ class ChainRun:
         sums: dict[tuple[int, int], jax.Array] = {}
         last = len(self.layers) - 1
         for n in range(last, -1, -1):
-            d_x, w, partial, shards = barrier((d_x, w, partial, self._shards(n - 1, params)))
+            alive = d_x[-1:], w, partial, self._shards(n - 1, params)
+            d_x[-1:], w, partial, shards = barrier(alive)
             preceding = self._gather(n - 1, shards)
             behind = self.layers[n + 1].weights.reduce(partial) if n < last else ()
             around = self._around(n, context)
             d_x, partial, found = self.layers[n].backward(all_kept[n], w, around, d_x, [])
             self._add(sums, n, context, found)
-            d_x, w, partial, behind = barrier((d_x, preceding, partial, behind))
+            d_x[-1:], w, partial, behind = barrier((d_x[-1:], preceding, partial, behind))
             reduced.append(behind)
         reduced.append(self.layers[0].weights.reduce(partial))
         gradients = [

@@ -72,6 +72,7 @@ class Chain:
         programs: Each on a part of the batch, with what runs there.
         first: Position of the first equation that has activations.
         held: Positions of all that have.
+        same: Their results that are inputs of the program -> those inputs.
     """
 
     layers: Sequence[Layer]
@@ -79,9 +80,11 @@ class Chain:
     programs: Sequence[tuple[Scope, Halves]]
     first: int
     held: Collection[int]
+    same: Mapping[Any, Any]
 
-    def __call__(self, placer: Placer, known: Mapping[Any, Any]) -> Any:
-        """What the last layer hands on, for all of the batch."""
+    def __call__(self, placer: Placer, known: dict[Any, Any]) -> None:
+        """Adds what the last layer hands on, for all of the batch, to what is known."""
+        known |= {var: known[given] for var, given in self.same.items()}
         cut, lies = self.loops[0].cut, dict[Any, Lies | None]()
         for layer, loop in zip(self.layers, self.loops, strict=True):
             lies |= zip(layer.context, loop.lies, strict=False)
@@ -100,7 +103,8 @@ class Chain:
         x = cut.split(value_of(self.layers[0].carried, known), first.lies[first.first - 1])
         (at,) = last.results
         assert at is not None
-        return along_batch(placer, cut.join(run(params, x, context), at), at.dim)
+        out = cut.join(run(params, x, context), at)
+        known[self.layers[-1].result] = along_batch(placer, out, at.dim)
 
     def _run(self, layer: Layer, loop: Loop) -> Any:
         operands = [var.aval for var in (*layer.context, layer.carried)]
@@ -159,7 +163,8 @@ class ChainFinder:
                     links, parts = zip(*some, strict=True)
                     loops, programs = zip(*parts, strict=True)
                     held = {n for link in links for n in link.held if line.moves(n)}
-                    found.append(Chain(links, loops, programs, min(held), held))
+                    same = line.same(held)
+                    found.append(Chain(links, loops, programs, min(held), held, same))
         return found, taken
 
     def _layers(self, line: StraightLine, segments: Sequence[Segment]) -> Iterator[Layer]:

@@ -68,7 +68,7 @@ class AheadPlacer(Placer):
         if chain is None:
             super().step(scope, position, known, gathered)
         elif is_first:
-            known[chain.layers[-1].result] = chain(self, known)
+            chain(self, known)
 
     def _equation(
         self, scope: Scope, position: int, operands: list[Any], gathered: dict[Any, Any]

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from jaxtp.rules.jaxpr.primitives import PRIMITIVES
-from jaxtp.rules.jaxpr.reentry import inline
+from jaxtp.rules.jaxpr.reentry import checkpoint, inline
 from jaxtp.rules.jaxpr.walk import Kind, Scope
 
 IsMatrix = Callable[[Any], bool]
@@ -48,9 +48,11 @@ class StraightLine:
         self._made: dict[Any, int] = {}
         self._last: dict[Any, int] = {}
         self._roots: dict[Any, frozenset[Any]] = {}
+        self._same: dict[Any, Any] = {}
         for position, equation in enumerate(equations):
             self._last |= dict.fromkeys(_variables(equation.invars), position)
             self._made |= dict.fromkeys(equation.outvars, position)
+            self._same |= self._returned(position)
             if not self.moves(position):
                 roots = frozenset[Any]().union(*map(self.roots, _variables(equation.invars)))
                 self._roots |= dict.fromkeys(equation.outvars, roots)
@@ -65,6 +67,7 @@ class StraightLine:
 
     def roots(self, var: Any) -> frozenset[Any]:
         """The inputs of the program that a value without activations is made from."""
+        var = self._same.get(var, var)
         if var in self._made:
             return self._roots.get(var, frozenset())
         value = self.scope.values.get(var)
@@ -89,6 +92,11 @@ class StraightLine:
         taken = [var for equation in equations for var in _variables(equation.invars)]
         return [var for var in dict.fromkeys(taken) if var not in own]
 
+    def same(self, held: Iterable[int]) -> dict[Any, Any]:
+        """Results of equations that are inputs of the program -> those inputs."""
+        made = [var for p in held for var in self.scope.jaxpr.eqns[p].outvars]
+        return {var: self._same[var] for var in made if var in self._same}
+
     def result(self, segment: Segment) -> Any:
         """The one array that a segment hands on."""
         equations = self.scope.jaxpr.eqns[segment[0] : segment[1] + 1]
@@ -97,7 +105,25 @@ class StraightLine:
         return found
 
     def _goes_on(self, var: Any, position: int) -> bool:
-        return self.moves(self._made[var]) and self._last.get(var, -1) > position
+        moves = self.moves(self._made[var]) and var not in self._same
+        return moves and self._last.get(var, -1) > position
+
+    def _returned(self, position: int) -> dict[Any, Any]:
+        """Results that an equation takes from inputs of the program as they are.
+
+        `nnx.remat` gives back all variables of the module that it runs.
+        """
+        equation = self.scope.jaxpr.eqns[position]
+        row = PRIMITIVES.get(equation.primitive.name)
+        if position not in self.scope.calls or not row or row.again not in (inline, checkpoint):
+            return {}
+        inner = self.scope.calls[position][0].jaxpr
+        given = dict(zip(inner.invars, equation.invars, strict=True))
+        pairs = zip(equation.outvars, inner.outvars, strict=True)
+        found = {out: given[v] for out, v in pairs if not isinstance(v, Literal) and v in given}
+        found = {out: self._same.get(var, var) for out, var in found.items()}
+        inputs = {*self.scope.jaxpr.invars}
+        return {out: v for out, v in found.items() if not isinstance(v, Literal) and v in inputs}
 
     def layers(self, first: int = 0, stop: int | None = None) -> list[list[Segment]]:
         """Chains of layers, each of which hands on one array to the next.
@@ -147,7 +173,7 @@ class StraightLine:
             if not self.moves(position):
                 continue
             equation = self.scope.jaxpr.eqns[position]
-            alive |= {var for var in equation.outvars if self._last.get(var, -1) > position}
+            alive |= {var for var in equation.outvars if self._goes_on(var, position)}
             alive -= {v for v in _variables(equation.invars) if self._last[v] <= position}
             if len(alive) == 1 and jnp.issubdtype(next(iter(alive)).aval.dtype, jnp.inexact):
                 cuts.append(position)
