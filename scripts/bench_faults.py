@@ -7,14 +7,17 @@
 How fast processes notice each other's loss is measured where that is tested, with real processes:
 `pytest -s tests/legs/test_processes.py tests/legs/test_kill.py` prints it.
 
-Expect: a folder refused and taken over within a second on one machine; a step that waits for a save
+Expect: a folder refused and taken over within a second on one machine; folders of weights that lie
+refused in milliseconds; a step that waits for a save
 a small share of the time that the save takes; memory and open files of a run flat over its steps.
 """
 
 import dataclasses
 import functools
 import gc
+import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -247,11 +250,58 @@ def long_run(steps: int) -> Section:
     )
 
 
+def hostile() -> Section:
+    """Hugging Face folders that lie: how long until each is refused, and in how much memory."""
+    mesh = jaxtp.make_mesh(tp=DEVICES)
+    entry = '{"dtype":"U8","shape":[1],"data_offsets":[%d,%d]}'
+    many = ",".join(f'"t{i}":{entry % (i, i + 1)}' for i in range(900_000))
+    long = f'"t":{entry % (0, 1)}'.replace("[1]", str([10**18] * 100_000))
+    sizes = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), 64)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 64}
+    fields = json.dumps({"model_type": "llama", **sizes, **heads})
+    config = fields[:-1] + ', "num_hidden_layers": %s}'
+    folders: dict[str, tuple[str, str]] = {
+        "an empty file": (config % 2, "{}"),
+        "10^9 layers": (config % 10**9, ""),
+        "a key twice": (config % '2, "num_hidden_layers": 3', ""),
+        "a header of 900,000 tensors": (config % 2, f"{{{many}}}"),
+        "a tensor of 100,000 dims": (config % 2, f"{{{long}}}"),
+        "weights that are a pipe": (config % 2, "pipe"),
+    }
+    rows: list[dict[str, Any]] = []
+    for name, (text, header) in folders.items():
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "config.json").write_text(text)
+            weights = Path(folder) / "model.safetensors"
+            if header == "pipe":
+                os.mkfifo(weights)
+            else:
+                weights.write_bytes(len(header).to_bytes(8, "little") + header.encode() + b"x")
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            start, said = time.perf_counter(), "loaded"
+            try:
+                jaxtp.load_hf(folder, mesh, progress=False)
+            except jaxtp.errors.JaxtpError as error:
+                said = error.code
+            took = time.perf_counter() - start
+            more = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+            rows.append({"folder": name, "outcome": said, "s": took, "MiB": more})
+    del rows[0]  # imports
+    thresholds = [
+        ("all refused", all(row["outcome"].startswith("TP09") for row in rows)),
+        ("each in a second", max(row["s"] for row in rows) < 1),
+        ("in 256 MiB", max(row["MiB"] for row in rows) < 256),
+    ]
+    shown = [row | {"s": f"{row['s']:.3f}", "MiB": round(row["MiB"])} for row in rows]
+    return Section(title="Folders that lie", rows=shown, thresholds=thresholds)
+
+
 def main(arguments: Arguments) -> None:
     """Prints the sections that are asked for."""
     jax.config.update("jax_num_cpu_devices", DEVICES)
     sections: dict[str, Callable[[], Section]] = {
         "folders": folders,
+        "hostile": hostile,
         "saves": functools.partial(saves, arguments.megabytes),
         "leaves": functools.partial(many_leaves, arguments.leaves),
         "long": functools.partial(long_run, arguments.steps),
