@@ -38,6 +38,9 @@ SPELLINGS = {
     "arrays": ("", "_lora_a", "_lora_b"),
     "a module": ("/kernel", "/lora/a", "/lora/b"),
     "modules": ("/kernel", "/lora_down/kernel", "/lora_up/kernel"),
+    "around a layer": ("/Dense_0/kernel", "/lora_a/kernel", "/lora_b/kernel"),
+    "a module beside it": ("/kernel", "_lora/down/kernel", "_lora/up/kernel"),
+    "letters": ("/kernel", "/A", "/B"),
 }
 
 
@@ -55,6 +58,51 @@ def test_factors_follow_their_weight(spelling, stack):
         expected[name + first] = lead if row else None
         expected[name + second] = None if row else lead + 1
     assert dims_of(shapes) == expected
+
+
+@pytest.mark.parametrize(
+    ("collection", "first", "second"),
+    [("lora_params", "lora_a", "lora_b"), ("lora", "a", "b")],
+)
+def test_factors_in_a_collection_of_their_own(collection, first, second):
+    """Linen keeps what is trained apart from what is frozen in collections."""
+    shapes, expected = {"params/norm/scale": (WIDTH,)}, {"params/norm/scale": None}
+    for name, (inner, outer) in WEIGHTS.items():
+        row = name in ROWS
+        shapes[f"params/{name}/kernel"] = (inner, outer)
+        shapes[f"{collection}/{name}/{first}"] = (inner, RANK)
+        shapes[f"{collection}/{name}/{second}"] = (RANK, outer)
+        expected[f"params/{name}/kernel"] = 0 if row else 1
+        expected[f"{collection}/{name}/{first}"] = 0 if row else None
+        expected[f"{collection}/{name}/{second}"] = None if row else 1
+    assert dims_of(shapes) == expected
+
+
+def test_factors_of_an_einsum_that_has_its_heads_first():
+    """Gemma's `NDH` and `CKDH`: the input lies between the heads and their width."""
+    shapes = {
+        "norm/scale": (WIDTH,),
+        "attn/q_einsum/w": (8, WIDTH, 16),
+        "attn/q_einsum/w_lora_a": (WIDTH, RANK),
+        "attn/q_einsum/w_lora_b": (RANK, 8, 16),
+        "attn/kv_einsum/w": (2, 4, WIDTH, 16),
+        "attn/kv_einsum/w_lora_a": (WIDTH, RANK),
+        "attn/kv_einsum/w_lora_b": (RANK, 2, 4, 16),
+        "attn/attn_vec_einsum/w": (8, 16, WIDTH),
+    }
+    expected = [None, 0, None, 1, 1, None, 2, 0]
+    assert dims_of(shapes) == dict(zip(shapes, expected, strict=True))
+
+
+def test_factors_that_are_no_adapter_of_their_module_are_no_mlp():
+    """A rank is never sharded, whatever the module is called."""
+    shapes = {
+        "mlp/up_proj/kernel": (WIDTH, HIDDEN),
+        "mlp/up_proj/hada_w1_a": (WIDTH, 4),
+        "mlp/up_proj/hada_w1_b": (4, HIDDEN),
+        "mlp/down_proj/kernel": (HIDDEN, WIDTH),
+    }
+    assert dims_of(shapes) == dict(zip(shapes, [1, None, None, 0], strict=True))
 
 
 def test_torch_order_and_magnitudes():
@@ -99,7 +147,12 @@ def test_factors_of_kernels_with_heads_and_of_experts():
 @pytest.mark.parametrize("blocks", [True, False], ids=["by block", "by channel"])
 @pytest.mark.parametrize(
     ("weight", "scale"),
-    [("kernel/array/qvalue", "kernel/array/scale"), ("kernel", "kernel_scale"), ("w", "zeros")],
+    [
+        ("kernel/array/qvalue", "kernel/array/scale"),
+        ("kernel", "kernel_scale"),
+        ("w", "zeros"),
+        ("AqtDotGeneral_0/qrhs/frozen/qvalue", "AqtDotGeneral_0/qrhs/frozen/scale/0"),
+    ],
 )
 def test_scales_follow_the_blocks_of_their_weight(weight, scale, blocks):
     shapes, expected = {"norm/scale": (WIDTH,)}, {"norm/scale": None}
@@ -109,6 +162,12 @@ def test_scales_follow_the_blocks_of_their_weight(weight, scale, blocks):
         shapes[f"{name}/{scale}"] = (inner // BLOCK if blocks else 1, outer)
         expected[f"{name}/{scale}"] = dim if blocks or dim == 1 else None
     assert dims_of(shapes) == expected
+
+
+def test_bytes_in_one_row_are_no_matrix():
+    """NF4 as bitsandbytes packs it: two matrices as long as each other are no pair."""
+    shapes = {f"mlp/{name}/weight": (8192, 1) for name in ("up_proj", "down_proj")}
+    assert set(dims_of(shapes).values()) == {None}
 
 
 def test_a_block_of_a_scale_is_a_unit():

@@ -268,3 +268,37 @@ def test_square_layers_that_only_numbers_tell_apart(first, second, taken, is_pai
     paths = {f"{first}/kernel": 1, f"{second}/kernel": 0}
     dims = dims_of(dict.fromkeys((*paths, *taken), (256, 256)), heads=8)
     assert {path: dims[path] for path in paths} == (paths if is_pair else dict.fromkeys(paths))
+
+
+@pytest.mark.parametrize(
+    ("key", "shape", "dim"),
+    [
+        ("cache/attn/cached_key", (4, 64, 8, 16), 2),  # Linen's collection
+        ("params/attn/k_cache", (8, 8, 64, 16), 1),  # as many rows as heads
+        ("past_key_values/0/k", (4, 8, 64, 16), 1),
+        ("cache/cache_v", (3, 4, 64, 8, 16), 3),  # of all layers
+        ("cache/attn/cache_index", (), None),
+        ("cache/attn/latents", (4, 64, 32), None),
+    ],
+)
+def test_caches_follow_their_heads(key, shape, dim):
+    kernels = {f"params/attn/{n}/kernel": (64, 8, 16) for n in ("query", "key", "value")}
+    plan = jaxtp.make_plan(
+        structs({**kernels, "params/attn/out/kernel": (8, 16, 64), key: shape}), {"tp": 8}
+    )
+    assert (plan[key].role, plan[key].dim_on(["tp"])) == ("cache", dim)
+
+
+def test_a_module_that_has_a_cache_is_none():
+    shapes = {f"CachedAttention_0/{n}_proj/kernel": (64, 64) for n in "qkvo"}
+    assert list(dims_of(shapes, heads=8).values()) == [1, 0, 1, 1]
+
+
+@pytest.mark.parametrize("name", ["adaLN_0", "adaLN_modulation/layers_1", "norm1"])
+def test_what_makes_scales_of_norms_is_no_norm(name):
+    """Taken for the norms of six stacked layers, it left a diffusion transformer replicated."""
+    shapes = {f"block/attn/{n}/kernel": (64, 8, 8) for n in ("query", "key", "value")}
+    shapes |= {"block/attn/out/kernel": (8, 8, 64), f"block/{name}/kernel": (64, 384)}
+    shapes |= {"block/mlp/fc1/kernel": (64, 256), "block/mlp/fc2/kernel": (256, 64)}
+    dims = [1, 1, 1, 0, None, 1, 0]
+    assert dims_of(shapes) == dict(sorted(zip(shapes, dims, strict=True)))

@@ -7,7 +7,9 @@ from jaxtp.plan.decisions import ParamDecision, Plan
 from jaxtp.rules.model_dims import ModelDims
 from jaxtp.rules.roles import Role
 
-VECTORS = frozenset({Role.NORM, Role.COLUMN_BIAS, Role.ROW_BIAS, Role.POSITION, Role.HEAD_TABLE})
+VECTORS = frozenset(
+    {Role.NORM, Role.COLUMN_BIAS, Role.ROW_BIAS, Role.POSITION, Role.HEAD_TABLE, Role.CACHE}
+)
 """Roles of parameters that multiply no matrix, whatever their shape."""
 
 

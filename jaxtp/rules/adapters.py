@@ -9,9 +9,10 @@ A quantised weight has one scale (and zero point) for each block of its elements
 cut: the scales of a dim are its units.
 """
 
+import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from jaxtp.rules.model_tree import Leaf, ModelTree
 from jaxtp.rules.path_words import ADAPTER_A, ADAPTER_B, MAGNITUDE, SCALES
@@ -31,7 +32,7 @@ def votes(tree: ModelTree, found: Mapping[str, Vote]) -> Iterator[Vote]:
     followers = [leaf for leaf in tree.leaves.values() if leaf.name.follows]
     if not followers:
         return
-    weights = _weights(tree)
+    weights = _finder(tree)
     factors: defaultdict[str, dict[str, Leaf]] = defaultdict(dict)
     for leaf in followers:
         if leaf.name.follows != SCALES:
@@ -40,7 +41,7 @@ def votes(tree: ModelTree, found: Mapping[str, Vote]) -> Iterator[Vote]:
         pair = factors.get(leaf.name.stem, {})
         fits = (
             (weight, dims)
-            for weight in weights.get(leaf.name.stem, ())
+            for weight in weights(leaf.name.stem)
             if (dims := _dim_map(leaf, weight, pair)) is not None
         )
         weight, dims = max(fits, key=lambda fit: fit[0].param.size, default=(None, {}))
@@ -48,13 +49,29 @@ def votes(tree: ModelTree, found: Mapping[str, Vote]) -> Iterator[Vote]:
             yield _vote(leaf, weight, found.get(weight.param.path), dims)
 
 
-def _weights(tree: ModelTree) -> dict[str, list[Leaf]]:
-    """Stem -> the matrices that have it."""
+def _finder(tree: ModelTree) -> Callable[[str], Sequence[Leaf]]:
+    """Stem of a follower -> the matrices that it may lie along.
+
+    Those of the same stem; else the only matrix in that module, which wraps it; else those of the
+    same stem in another collection.
+    """
     held: defaultdict[str, list[Leaf]] = defaultdict(list)
+    wrapped: defaultdict[str, list[Leaf]] = defaultdict(list)
+    elsewhere: defaultdict[str, list[Leaf]] = defaultdict(list)
     for leaf in tree.leaves.values():
         if not leaf.name.follows and not leaf.name.bias and len(leaf.sizes) > 1:
-            held[leaf.name.stem].append(leaf)
-    return held
+            stem = leaf.name.stem
+            held[stem].append(leaf)
+            wrapped[stem.rpartition("/")[0]].append(leaf)
+            elsewhere[stem].append(leaf)
+            elsewhere[stem.partition("/")[2]].append(leaf)
+
+    def find(stem: str) -> Sequence[Leaf]:
+        inside, own = wrapped.get(stem, ()), stem.partition("/")[2]
+        alone = inside if len(inside) == 1 else ()
+        return held.get(stem) or alone or (elsewhere.get(own, ()) if own else ())
+
+    return find
 
 
 def _dim_map(leaf: Leaf, weight: Leaf, pair: Mapping[str, Leaf]) -> DimMap | None:
@@ -90,24 +107,30 @@ def _factor_maps(
     if first.sizes[-1] != rank or len(second.sizes) <= stacks or second.sizes[stacks] != rank:
         return None
     one, other = first.sizes[stacks:-1], second.sizes[stacks + 1 :]
-    for cut in range(stacks + 1, len(sizes)):
-        if math.prod(sizes[stacks:cut]) == math.prod(one) and math.prod(sizes[cut:]) == math.prod(
-            other
+    dims = range(stacks, len(sizes))
+    # The first's dims lead in a matrix, and lie between the heads and their width in an einsum's.
+    for start, stop in itertools.combinations((*dims, len(sizes)), 2):
+        mine, rest = (
+            dims[start - stacks : stop - stacks],
+            [d for d in dims if not start <= d < stop],
+        )
+        if (start > stacks and [sizes[d] for d in rest] != list(other)) or (
+            math.prod(sizes[d] for d in mine) != math.prod(one)
+            or math.prod(sizes[d] for d in rest) != math.prod(other)
         ):
-            shared = {weight.core[d]: d for d in range(stacks)}
-            first_map = _aligned(range(stacks, cut), range(stacks, len(first.sizes) - 1), weight)
-            second_map = _aligned(
-                range(cut, len(sizes)), range(stacks + 1, len(second.sizes)), weight
-            )
-            maps = [
-                {w: leaf.core[d] for w, d in {**shared, **own}.items()}
-                for leaf, own in ((first, first_map), (second, second_map))
-            ]
-            return (maps[0], maps[1]) if rank_last else (maps[1], maps[0])
+            continue
+        shared = {weight.core[d]: d for d in range(stacks)}
+        first_map = _aligned(mine, range(stacks, len(first.sizes) - 1), weight)
+        second_map = _aligned(rest, range(stacks + 1, len(second.sizes)), weight)
+        maps = [
+            {w: leaf.core[d] for w, d in {**shared, **own}.items()}
+            for leaf, own in ((first, first_map), (second, second_map))
+        ]
+        return (maps[0], maps[1]) if rank_last else (maps[1], maps[0])
     return None
 
 
-def _aligned(theirs: range, ours: range, weight: Leaf) -> dict[int, int]:
+def _aligned(theirs: Sequence[int], ours: range, weight: Leaf) -> dict[int, int]:
     """Dims one by one where there are as many; joined into one, the first of them leads."""
     if len(theirs) == len(ours):
         return {weight.core[w]: d for w, d in zip(theirs, ours, strict=True)}
@@ -133,6 +156,8 @@ def _vote(leaf: Leaf, weight: Leaf, vote: Vote | None, dims: DimMap) -> Vote:
     reason = f"follows the {what[leaf.name.follows]} of {weight.param.path}"
     if role is Role.ADAPTER and leaf.name.follows != MAGNITUDE:
         reason += ", its rank replicated"
+    if vote is None or vote.role is Role.UNKNOWN:  # absence of evidence is no opinion
+        return Vote(leaf.param.path, Source.NAMES, Role.UNKNOWN, f"{reason}; no evidence on that")
     choices = tuple(_placement(leaf, p, dims) for p in (vote.placements if vote else ()))
     group = vote.group if vote and any(choices) else ""
     return Vote(leaf.param.path, Source.NAMES, role, reason, choices if group else (), group)

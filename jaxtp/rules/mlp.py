@@ -15,8 +15,11 @@ from jaxtp.rules.words import ATTENTION, Word
 
 NOT_MLP = ATTENTION | {
     *(Word.NORM, Word.TOKENS, Word.HEAD, Word.POSITION, Word.HEAD_TABLE, Word.CONV),
-    *(Word.ROUTER, Word.FOLLOWER),
+    *(Word.ROUTER, Word.FOLLOWER, Word.CACHE, Word.MODULATION),
 }
+
+LOWEST_INNER = 16
+"""Widths below this part of the residual stream are ranks, whatever the matrices are called."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -157,17 +160,21 @@ def _pairs(
     """(inner width, its matrices) at one node, the width that covers most first."""
     if len(leaves) < 2:
         return
-    views = [m for leaf in leaves for m in _views(leaf)]
+    views = [m for leaf in leaves for m in _views(leaf) if min(m.a, m.b) > 1]
     present = Counter(m.own_key for m in views)
     options: Options = {}
     for m in views:
         for key, inner in m.partners(tree.out_first(m.leaf)):
-            if present[key] and min(m.a, m.b) > 1:
+            if present[key]:
                 width = inner or _inner_width(tree, m)
                 options.setdefault((width, m.stack, m.count), []).append(m)
                 break
     options = options or _alike(tree, views) or _chain(tree, views)
-    options = {k: v for k, v in options.items() if _named(v) or not _doubtful(k, v, views, routed)}
+    options = {
+        k: v
+        for k, v in options.items()
+        if (not _low_rank(k, v) if _named(v) else not _doubtful(k, v, views, routed))
+    }
     used: set[str] = set()
     for (inner, _, _), members in sorted(options.items(), key=_covered):
         free = [m for m in members if m.leaf.param.path not in used]
@@ -205,6 +212,11 @@ def _named(members: Iterable[Matrix]) -> bool:
     members = list(members)
     named = any(m.leaf.name.word in sides for m in members)
     return named or all(m.leaf.name.experts for m in members)
+
+
+def _low_rank(option: Option, members: Iterable[Matrix]) -> bool:
+    """Whether the inner width is a rank, whatever the names say: factors of an adapter."""
+    return any(LOWEST_INNER * option[0] < max(m.a, m.b) for m in members)
 
 
 def _doubtful(

@@ -95,6 +95,8 @@ def read(params: Mapping[str, Param], dims: ModelDims) -> ModelTree:
         for path, param in params.items()
     }
     _mark_scales(leaves.values())
+    _mark_factors(leaves.values())
+    _mark_modulations(leaves.values())
     _mark_listed_biases(leaves.values())
     _mark_bias_modules(leaves.values())
     _mark_outputs(leaves.values())
@@ -194,6 +196,42 @@ def _mark_scales(leaves: Collection[Leaf]) -> None:
         follows, stem = parts[leaf.param.path]
         if follows == path_words.SCALES and stem in matrices:
             leaf.name = leaf.name._replace(word=Word.FOLLOWER, stem=stem, follows=follows)
+
+
+def _mark_factors(leaves: Iterable[Leaf]) -> None:
+    """Two factors called A and B beside the one kernel that they adapt; alone they may be anything.
+
+    State-space models have an A and a B too, but no rank that both share beside a kernel.
+    """
+    beside: defaultdict[str, list[Leaf]] = defaultdict(list)
+    for leaf in leaves:
+        if len(leaf.param.shape) > 1:
+            beside[leaf.nodes[0]].append(leaf)
+    for node, items in beside.items():
+        parts = {leaf.param.path.rpartition("/")[2].lower(): leaf for leaf in items}
+        if len(items) != 3 or not {"a", "b"} < parts.keys():
+            continue
+        a, b = parts["a"], parts["b"]
+        kernel = next(leaf for leaf in items if leaf is not a and leaf is not b)
+        rank = a.sizes[-1]  # B is (rank, out), one for each layer, or (rank, heads, head_dim)
+        shared = rank in (b.sizes[0], b.sizes[-2]) and rank < min(kernel.sizes[-2:])
+        if shared and kernel.name.stem == node:
+            for leaf, side in ((a, path_words.ADAPTER_A), (b, path_words.ADAPTER_B)):
+                leaf.name = Name(Word.FOLLOWER, False, kernel.name.experts, node, side)
+
+
+def _mark_modulations(leaves: Collection[Leaf]) -> None:
+    """A kernel in a module named like a norm makes the norm's scales; it is none itself."""
+    found = {
+        leaf.name.stem
+        for leaf in leaves
+        if leaf.name.word is Word.NORM
+        and len(leaf.param.shape) > 1
+        and leaf.param.path.rpartition("/")[2] == "kernel"
+    }
+    for leaf in leaves if found else ():
+        if leaf.name.stem in found:
+            leaf.name = leaf.name._replace(word=Word.MODULATION)
 
 
 def _mark_listed_biases(leaves: Iterable[Leaf]) -> None:

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 
 from jaxtp.plan.trees import Param
-from jaxtp.rules import adapters, attention, mlp, model_tree, vocab
+from jaxtp.rules import adapters, attention, caches, mlp, model_tree, vocab
 from jaxtp.rules.model_dims import ModelDims
 from jaxtp.rules.model_tree import Leaf, ModelTree
 from jaxtp.rules.path_words import spaced
@@ -16,10 +16,15 @@ from jaxtp.rules.words import RECURRENT, Word
 
 REPLICATED: dict[Word, tuple[Role, str]] = {
     Word.NORM: (Role.NORM, "scale or statistic of a norm"),
+    Word.MODULATION: (
+        Role.UNKNOWN,
+        "makes scales and offsets of norms, and names do not tell which of those are sharded",
+    ),
     Word.POSITION: (Role.POSITION, "positions or types are looked up by every device"),
     Word.CONV: (Role.CONV, "convolution: its channels are not a tensor-parallel dim"),
     Word.ROUTER: (Role.ROUTER, "every device needs all scores of the router"),
     Word.FOLLOWER: (Role.ADAPTER, "adapter or scale, and no weight beside it fits its shape"),
+    Word.CACHE: (Role.CACHE, "cache: none of its dims counts the heads of keys beside it"),
     Word.LOW_RANK: (Role.LOW_RANK, "low-rank factor: small, and its rank stays together"),
 }
 
@@ -36,6 +41,7 @@ def votes(params: Mapping[str, Param], dims: ModelDims) -> list[Vote]:
         for vote in source(tree):
             found.setdefault(vote.path, vote)
     found.update((vote.path, vote) for vote in adapters.votes(tree, found))
+    found.update((vote.path, vote) for vote in caches.votes(tree, found))
     routed = {n for leaf in tree.leaves.values() if leaf.name.experts for n in leaf.nodes}
     return [
         dataclasses.replace(

@@ -12,12 +12,15 @@ from jaxtp.rules.words import (
     AROUND,
     ATTENTION_BLOCK,
     BIASES,
+    CACHE,
     EXPERT_BLOCK,
     GENERIC,
     IN_ATTENTION,
     IN_MLP,
+    INSIDE,
     LEAVES,
     MLP_BLOCK,
+    PROJECTION,
     SHARED_EXPERT,
     WRAPPERS,
     Word,
@@ -46,6 +49,9 @@ class Name(NamedTuple):
 
 ADAPTER_A, ADAPTER_B, MAGNITUDE, SCALES = "a", "b", "magnitude", "scales"
 
+_COLLECTION = re.compile(r"^(lora|adapters?)( params| weights| adapters?)?$")
+"""Collections that hold nothing but adapters."""
+
 _SIDES = {"a": ADAPTER_A, "down": ADAPTER_A, "b": ADAPTER_B, "up": ADAPTER_B}
 
 
@@ -60,6 +66,8 @@ def follower(raw: list[str]) -> tuple[str, str]:
 
     >>> follower(["q_proj", "lora_A", "default", "weight"]), follower(["up", "kernel_lora_b"])
     (('a', 'q_proj'), ('b', 'up'))
+    >>> follower(["lora", "mlp", "up", "a"]), follower(["to_q_lora", "down", "kernel"])
+    (('a', 'lora/mlp/up'), ('a', 'to_q'))
     >>> follower(["attn", "wq_lora_a"]), follower(["up", "kernel", "array", "scale"])
     (('a', 'attn/wq'), ('scales', 'up'))
     """
@@ -67,22 +75,41 @@ def follower(raw: list[str]) -> tuple[str, str]:
         part = spaced(raw[i])
         found = re.search(r"\blora (?:embedding )?(a|b|down|up|magnitude)\b", part)
         below = i > 0 and spaced(raw[i - 1]) == "lora"
-        if found or (below and part in _SIDES):
+        beside = i > 0 and spaced(raw[i - 1]).endswith(" lora")
+        collected = 0 < i >= len(raw) - 2 and _COLLECTION.search(spaced(raw[0]))
+        if found or (part in _SIDES and (below or beside or collected)):
             side = _SIDES.get(found[1] if found else part, MAGNITUDE)
             before = re.split(r"[_.-]?lora", raw[i], flags=re.IGNORECASE)[0] if found else ""
             return side, _stem(raw[: i - below], before)
-    found = re.search(r"(scales?|zeros?([_.-]?points?)?|zp|absmax)$", raw[-1], flags=re.IGNORECASE)
+    last = len(raw) - 1
+    while last > 0 and raw[last].isdigit():  # a list of one scale for each dim
+        last -= 1
+    found = re.search(
+        r"(scales?|zeros?([_.-]?points?)?|zp|absmax)$", raw[last], flags=re.IGNORECASE
+    )
     if found is None:
         return "", ""
-    return SCALES, _stem(raw[:-1], raw[-1][: found.start()].rstrip("_.-"))
+    return SCALES, _stem(raw[:last], raw[last][: found.start()].rstrip("_.-"))
 
 
 def _stem(modules: list[str], before: str) -> str:
     """The stem of the array `before` in a module, which may only say what kind of array it is."""
     parts = [*modules, before] if before else modules
+    parts = parts[: _outermost([spaced(part) for part in parts])]
+    parts = [*parts[:-1], re.sub(r"(?<=.)[_.-]lora$", "", parts[-1])] if parts else parts
     while len(parts) > 1 and spaced(parts[-1]) in (*WRAPPERS, "q"):
         parts = parts[:-1]
     return "/".join(parts)
+
+
+def _outermost(modules: list[str]) -> int:
+    """How many modules there are down to a projection that holds nothing but its own layer."""
+    inside = len(modules)
+    if not inside:
+        return 0
+    while inside > 1 and INSIDE.search(modules[inside - 1]):
+        inside -= 1
+    return inside if PROJECTION.search(modules[inside - 1]) else len(modules)
 
 
 @cache
@@ -143,9 +170,12 @@ def read(path: str, attention: frozenset[str] = frozenset()) -> Name:
     follows, weight = follower(raw)
     if follows and follows != SCALES:
         return Name(Word.FOLLOWER, False, _among_experts(parts), weight, follows)
+    if any(map(CACHE.search, parts)):
+        return Name(Word.CACHE, False, False, path)
     modules = parts[:-1] if leaf in LEAVES and len(parts) > 1 else parts
     while len(modules) > 1 and len(modules) < len(parts) and modules[-1] in WRAPPERS:
         modules = modules[:-1]
+    modules = modules[: _outermost(modules)]
     bias = leaf in BIASES or leaf.endswith(" bias")
     inside = len(modules) == 1 and "" in attention
     for i in range(max(0, len(modules) - 3), len(modules)):

@@ -38,6 +38,9 @@ class Role(StrEnum):
     SCALE = "scale"
     """Scales or zero points of a quantised weight: follow its blocks."""
 
+    CACHE = "cache"
+    """Keys and values of earlier tokens: follow the heads that write them."""
+
     HEAD_TABLE = "head_table"
     """Something with one entry per head, such as a relative position bias."""
 

@@ -13,6 +13,8 @@ NEVER_HEAD = ATTENTION | {
     Word.CONV,
     Word.ROUTER,
     Word.FOLLOWER,
+    Word.CACHE,
+    Word.MODULATION,
 }
 
 FEWEST_TOKENS = 1024

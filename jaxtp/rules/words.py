@@ -36,6 +36,12 @@ TABLES = frozenset(["embedding", "embeddings"])
 WRAPPERS = frozenset(["kernel", "weight", "weights", "w", "array", "base layer", "base module"])
 """Modules around an array that say no more about it than `LEAVES` do."""
 
+INSIDE = re.compile(r"^((dense|linear|dense general|einsum|aqt dot general) 0|qrhs|frozen)$")
+"""Modules inside one that says what it is for, as Linen and AQT name them."""
+
+PROJECTION = re.compile(r"^(q|k|v|o|kv|qkv|query|key|value|out|gate|up|down)( proj)?$")
+"""Modules that hold one projection."""
+
 GENERIC = frozenset(["layer", "linear", "dense", "classifier", "proj", "w"])
 """Modules named after what they are; the module around them says what they are for."""
 
@@ -65,7 +71,9 @@ class Word(StrEnum):
     POSITION = "position or type table"
     HEAD_TABLE = "relative position bias"
     FOLLOWER = "follower of a weight"
+    CACHE = "cache of keys and values"
     NORM = "norm"
+    MODULATION = "modulation of norms"
     CONV = "convolution"
     NONE = ""
 
@@ -80,6 +88,7 @@ ENTERS_ATTENTION = ATTENTION - {Word.O, Word.LOW_RANK}
 # the ends of one path part; `\b` also holds at `_`, since parts are spelled with spaces for
 # matching.
 ANYWHERE: tuple[tuple[str, Word], ...] = (
+    (r"\bada ln\b|modulation", Word.MODULATION),
     (r"\bnorm|norm\b|\bln\b|\bln ?[\df]|layer ?norm|\bgamma\b|\bbn\b|batch ?stats", Word.NORM),
     (r"\badapter\b", Word.LOW_RANK),
     (r"\brel pos [hw]\b", Word.POSITION),  # one row per distance, as wide as a head
@@ -131,6 +140,15 @@ IN_MLP: tuple[tuple[str, Word], ...] = (
     (r"^(down|wo|w2|fc2|fc out|lin2|c proj|dense 4h to h|output|w down|out)\b", Word.OUT),
     (r"^(ff|ffn|mlp) ?(out|2|down|output|layer2)\b|^pwconv ?2$", Word.OUT),
 )
+
+CACHE = re.compile(
+    r"^((kv|k|v|keys?|values?|attn|attention|self|cross|layer|decoder?) )*cache[sd]?"
+    r"( (kv|k|v|keys?|values?|index|pos|\d+))*$|^past (kv|k|keys?|v|values?)( values?)?$"
+)
+"""Collections and arrays of caches, as one path part; never a module that has a cache among others.
+
+Linen's `cache/attn/cached_key`, `k_cache`, `cache_v`, transformers' `past_key_values`.
+"""
 
 ATTENTION_BLOCK = re.compile(r"attn|attention|\bmha\b|\bmla\b")
 MLP_BLOCK = re.compile(r"^(mlp|ffn?|feed ?forward|moe|experts?)\b")

@@ -119,24 +119,26 @@ class Evidence:
     def leads_out(self, known: Known) -> bool:
         """Whether it is the inner width of an MLP that ends in an output, as heads of models do.
 
-        It is wider than what goes in, so that there is work to split, and no narrower than what
-        comes out, or to sum that over devices would send more than it saves.
+        Or in what only kernels read, as what a diffusion model makes of the time does. It is wider
+        than what goes in, so that there is work to split, and no narrower than what comes out, or
+        to sum that over devices would send more than it saves.
         """
         wide = any(_elements(fact.free) > _elements(fact.summed) for fact in known.produced)
         return wide and any(
             _elements(fact.summed) >= _elements(fact.free) > 1
-            and all(self._ends(free, frozenset()) for free in classes_in(fact.free))
+            and all(self._read_by_kernels(free) for free in classes_in(fact.free))
             for fact in known.contracted
         )
 
-    def _ends(self, atom: Atom, seen: frozenset[Atom]) -> bool:
-        """Whether a class is an output, or kernels lead from it to one and nowhere else."""
+    def _read_by_kernels(self, atom: Atom) -> bool:
+        """Whether a class is an output, or nothing but kernels that choose nothing reads it."""
         known = self.of(atom)
-        needed = known.whole or known.needed or known.stacked or known.chosen or known.lost
-        if needed or atom in seen or atom in self.streams:
-            return False
         after = classes_in(dim for fact in known.contracted for dim in fact.free)
-        return all(self._ends(free, seen | {atom}) for free in after)
+        return not (
+            atom in self.streams
+            or (known.whole or known.needed or known.stacked or known.chosen or known.lost)
+            or any(self.of(free).stacked or self.of(free).chosen for free in after)
+        )
 
     def writes_stream(self, fact: Contraction) -> bool:
         """Whether a contraction's output features, or a piece of them, are the residual stream."""
