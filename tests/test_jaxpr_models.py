@@ -7,6 +7,7 @@ import re
 import sys
 
 import jax
+import jax.numpy as jnp
 import pytest
 from jaxpr_models import DISTINCT, EQUAL, MODELS, SINGLE, Sizes, decoder, f32
 
@@ -266,3 +267,62 @@ def test_work_grows_linearly_with_layers():
 
     few, more, most = calls(8), calls(16), calls(32)
     assert (most - more) <= 1.02 * 2 * (more - few)
+
+
+def shapes(params):
+    return {name: f32(*shape) for name, shape in params.items()}
+
+
+def test_what_a_diffusion_model_makes_of_the_time_is_a_pair():
+    """Its output is read by kernels alone, which lead into the middle of residual blocks."""
+
+    def unet(params, x, time):
+        silu, t = jax.nn.silu, jnp.outer(time, params["waves"])
+        t = silu(silu(t @ params["grow"]) @ params["blend"])
+        for block in params["blocks"]:
+            h = silu(x @ block["near"]) + (t @ block["when"])[:, None]
+            x = x + silu(h) @ block["far"]
+        return x
+
+    block = {"near": (32, 64), "when": (128, 64), "far": (64, 32)}
+    params = shapes({"waves": (32,), "grow": (32, 128), "blend": (128, 128)})
+    params["blocks"] = [shapes(block)] * 2
+    inputs = (f32(2, 8, 32), f32(2))
+    dims = {f.path: f.dim for f in analyse(unet, params, *inputs).findings.values()}
+    pairs = {"grow": 1, "blend": 0, "waves": None}
+    blocks = {
+        f"blocks/{i}/{k}": d for i in (0, 1) for k, d in (("near", 1), ("when", 1), ("far", 0))
+    }
+    assert dims == pairs | blocks
+
+
+def test_a_state_of_linear_attention_that_all_channels_share():
+    """Its other width is summed with the queries, so each channel could be a head (FLASH)."""
+
+    def unit(params, x):
+        z = x @ params["narrow"]
+        state = jnp.einsum("bns,bne->bse", z, x @ params["value"])
+        return x + (x @ params["gate"] * jnp.einsum("bns,bse->bne", z, state)) @ params["out"]
+
+    params = shapes({"narrow": (32, 8), "value": (32, 64), "gate": (32, 64), "out": (64, 32)})
+    findings = analyse(unit, params, f32(2, 16, 32)).findings
+    assert {p: f.dim for p, f in findings.items()} == {
+        "narrow": None,
+        "value": 1,
+        "gate": 1,
+        "out": 0,
+    }
+
+
+def test_a_scale_of_one_projection_stacks_no_experts():
+    """`einsum("bts,ks->btks")` sums nothing: queries and keys of one width, scaled apart."""
+
+    def unit(params, x):
+        values, z = jnp.split(x @ params["both"], [64], -1)
+        q, k = jnp.moveaxis(jnp.einsum("bts,ks->btks", z, params["scales"]), 2, 0)
+        scores = jax.nn.relu(jnp.einsum("bqs,bks->bqk", q, k)) ** 2
+        return x + jnp.einsum("bqk,bke->bqe", scores, values) @ params["out"]
+
+    params = shapes({"both": (32, 72), "scales": (2, 8), "out": (64, 32)})
+    finding = analyse(unit, params, f32(2, 16, 32)).findings["both"]
+    assert (finding.role, finding.dim, finding.replicated) == ("fused", 1, ((64, 72),))

@@ -131,8 +131,14 @@ class Evidence:
         )
 
     def _read_by_kernels(self, atom: Atom) -> bool:
-        """Whether a class is an output, or nothing but kernels that choose nothing reads it."""
+        """Whether a class is an output, or nothing but kernels that choose nothing reads it.
+
+        Kernels that lead back to the residual stream are the better half of a pair with what makes
+        the class.
+        """
         known = self.of(atom)
+        if known.contracted and self.leads_back(known):
+            return False
         after = classes_in(dim for fact in known.contracted for dim in fact.free)
         return not (
             atom in self.streams
@@ -215,7 +221,8 @@ class Evidence:
                         self._note(atom).whole.append(
                             "recurrent: one kernel contracts and produces it"
                         )
-                for atom in classes_in(fact.batch):
+                # Without a sum it is a scale of what it meets, and stacks no weights.
+                for atom in classes_in(fact.batch) if fact.summed else ():
                     self._note(atom).stacked = True
                     if fact.ragged:
                         self._note(atom).picks = "group"
@@ -265,7 +272,8 @@ class Evidence:
         A sum over positions (the values of attention, linear attention's state) mixes the free dims
         of its operands. Where every head has scores of its own, such a dim is the width inside a
         head, which is never split. Where all share one matrix of scores (gated attention units, a
-        single head) there is no such width: each of its entries could be a head.
+        single head) there is no such width: each of its entries could be a head. Nor is there in a
+        state of linear attention that all share, whose other width is summed with the queries.
 
         Scores themselves are exempt: their free dims are positions and heads. So are sums with a
         constant, which treat every entry of the free dims alike.
@@ -279,6 +287,8 @@ class Evidence:
             joined = any(own and all(map(is_width, own)) for own in pieces)
             return joined or not widths.isdisjoint(resolve(dim))
 
+        products = list(products)
+        met = {atom for fact in products for atom in classes_in(fact.summed)}
         for fact in products:
             for atom in classes_in(fact.summed):
                 self._note(atom).whole.append("summed in a product of two activations")
@@ -288,7 +298,8 @@ class Evidence:
             for free, other, scores, fixed in sides:
                 if fixed and sums_width:  # a width turned by a constant matrix is a width
                     widths.update(classes_in(free))
-                per_head = any(map(is_width, fact.batch + other))
+                heads = fact.batch + tuple(dim for dim in other if not met.issuperset(resolve(dim)))
+                per_head = any(map(is_width, heads))
                 if per_head and not (sums_width or scores or any(fact.fixed)):
                     for atom in classes_in(free):
                         self._note(atom).whole.append(MIXED)
