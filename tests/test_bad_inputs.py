@@ -50,6 +50,16 @@ NO_MODEL = [
     lambda: TREE["none"], lambda: 3, lambda: (loss, TREE), lambda: (loss, TREE, X),
     lambda: (loss, TREE, {"x": X}), lambda: jnp.ones(3) @ jnp.ones(4), lambda: 1 / 0,
 ]  # fmt: skip
+BAD_FN = {
+    "divides by zero": lambda p, x: 1 / 0,
+    "asks for another parameter": lambda p, x: p["no"],
+    "leaves jax": lambda p, x: np.asarray(x),
+    "multiplies a dict": lambda p, x: p @ x,
+    "branches on values": lambda p, x: x if x.sum() > 0 else -x,
+    "returns None": lambda p, x: None,
+    "returns text": lambda p, x: "loss",
+    "returns nothing": lambda p, x: {},
+}
 NO_TX = ["adamw", 4, ANYTHING, [], {}, 0.1, optax.sgd]
 
 
@@ -119,6 +129,8 @@ def table():
         yield f"make_mesh {bad}", lambda bad=bad: jaxtp.make_mesh(tp=2, **bad), "TP010"
     for bad in (8, 2.5, ANYTHING):
         yield f"devices {bad!r}", lambda bad=bad: jaxtp.make_mesh(tp=2, devices=bad), "TP010"
+    for bad in ([0, 1], ["cpu:0"], np.array(jax.devices()).reshape(2, 4)):
+        yield f"devices {bad!r:.9}", lambda bad=bad: jaxtp.make_mesh(tp=2, devices=bad), "TP010"
     yield "no devices", lambda: jaxtp.make_mesh(tp=2, devices=[]), "TP010"
     yield "two open sizes", lambda: jaxtp.make_mesh(tp=-1, dp=-1), "TP010"
     yield "too many devices", lambda: jaxtp.make_mesh(tp=64), "TP010"
@@ -191,6 +203,10 @@ def table():
     yield "fn without inputs", lambda: plan(fn=loss), "TP046"
     yield "too few inputs", lambda: plan(fn=lambda p, x, y: x + y, inputs=(X,)), "TP046"
     yield "too many inputs", lambda: plan(fn=loss, inputs=(X, X, X)), "TP046"
+    for what, bad in BAD_FN.items():
+        yield f"fn that {what}", lambda bad=bad: plan(fn=bad, inputs=(X,)), "TP046"
+    yield "inputs of another width", lambda: plan(fn=loss, inputs=(X[:, 1:],)), "TP046"
+    yield "keys of two types", lambda: plan({1: X, "a": X}), "TP046"
     yield "inputs without fn", lambda: plan(inputs=(X,)), "TP046"
     yield "a Linen module without inputs", lambda: plan(fn=nn.Dense(4)), "TP046"
     for bad in NO_TREE:
@@ -282,6 +298,16 @@ def table():
         )
     for bad in ("", "{}", "[]", "null", "not json", '{"format": 99}', '{"format": 1}'):
         yield f"plan text {bad}", lambda bad=bad: jaxtp.Plan.from_json(bad), "TP045"
+    for bad, good in (
+        ("down/kernel", "up/kernel"),
+        ("NaN", "128"),
+        ("-128", "128"),
+        ("1.5", "128"),
+    ):
+        text = plan().to_json().replace(good, bad)
+        yield f"{bad} for {good}", lambda text=text: jaxtp.Plan.from_json(text), "TP045"
+    for bad in (None, 4, TREE):
+        yield f"check {bad!r:.12}", lambda bad=bad: jaxtp.check(bad, must_fit=True), "TP115"
     for bad in ("nothing", "", "up"):
         yield f"explain {bad!r}", lambda bad=bad: plan().explain(bad), "TP045"
     yield "plan of another tree", lambda: jaxtp.shard({"x": X}, mesh(), plan=plan()), "TP045"
@@ -306,6 +332,7 @@ def table():
         )
     for bad in (TREE, 4, "init", None):
         yield f"init_fn {bad!r:.12}", lambda b=bad: jaxtp.init_sharded(b, TX, mesh()), "TP046"
+    yield "init_fn of a key", lambda: jaxtp.init_sharded(lambda key: TREE, TX, mesh()), "TP046"
     yield "swapped", lambda: jaxtp.init_sharded(lambda: TREE, mesh(), TX), "TP046"
     yield "mesh first", lambda: jaxtp.make_plan(SIZES, TREE), "TP010"
     yield "shard(mesh, tree)", lambda: jaxtp.shard(mesh(), TREE), "TP010"
@@ -322,12 +349,17 @@ def table():
         lambda: jaxtp.shard_batch({"x": np.ones((8, 2)), "name": np.array(["a"] * 8)}, mesh()),
         "TP046",
     )
-    for bad in ((None, 4), (2.5, "tp")):
+    for bad in ((None, 4), (2.5, "tp"), (None, "tp", None)):
         yield (
             f"an annotation {bad}",
             lambda b=bad: plan({"k": nn.Partitioned(jnp.ones((32, 64)), b)}),
             "TP044",
         )
+    yield (
+        "a step on another mesh",
+        lambda: jaxtp.jit_step(lambda s, b: s, placed(), jaxtp.make_mesh(tp=2, dp=4)),
+        "TP010",
+    )
     yield (
         "a step with another model's plan",
         lambda: jaxtp.jit_step(lambda s, b: s, placed(), mesh(), plan=plan(QKVO)),

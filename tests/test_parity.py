@@ -151,6 +151,24 @@ def test_a_padded_vocabulary_is_compared_without_its_padding():
         jaxtp.make_plan(params, mesh, pad_vocab=True, fn=bare, inputs=ids)
 
 
+@pytest.mark.parametrize("reads", ["logsumexp", "sum", "max", "scan"])
+def test_logits_that_are_read_beside_the_mask_as_well(reads):
+    """A loss on z of the raw logits, or their mean: its numbers would change with the padding."""
+
+    def loss(params, ids):
+        raw = params["embed"]["embedding"][ids] @ params["embed"]["embedding"].T
+        masked = jaxtp.mask_padding(raw, 10)
+        if reads == "scan":
+            return jax.lax.scan(lambda total, row: (total + row.sum(), None), 0.0, raw)[0]
+        extra = {"logsumexp": jax.nn.logsumexp, "sum": jnp.sum, "max": jnp.max}[reads]
+        return -jax.nn.log_softmax(masked)[..., 0].mean() + extra(raw)
+
+    params = {"embed": {"embedding": jnp.ones((10, 8))}}
+    ids = (jax.ShapeDtypeStruct((4, 6), "int32"),)
+    with pytest.raises(BadConfig, match=r"TP020 at pad_vocab: .*beside the mask .* at test_parity"):
+        jaxtp.make_plan(params, {"tp": 4}, pad_vocab=True, fn=loss, inputs=ids)
+
+
 def test_a_function_that_is_not_finite_on_one_device_is_no_bug_of_jaxtp():
     params = {"up": {"kernel": jnp.ones((8, 16))}, "down": {"kernel": jnp.ones((16, 8))}}
 

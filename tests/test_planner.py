@@ -1,5 +1,6 @@
 """`make_plan` from every kind of input, and everything it refuses or notes."""
 
+import functools
 import html
 import json
 import time
@@ -13,7 +14,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from flax.training.train_state import TrainState
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from planning import attention, layers, llama, mlp, norms, plan, specs, structs, vocab
 
@@ -239,6 +240,37 @@ def test_nnx_metadata():
     result = jaxtp.make_plan(model, {"tp": 4})
     assert result["odd/kernel"].spec == ((), ("tp",))
     assert result["odd/kernel"].role == "given"
+
+
+@pytest.mark.parametrize(
+    ("rules", "want"),
+    [((("wide", "tp"),), "P(-, tp)"), ((("embed", "tp"), ("wide", None)), "P(tp, -)")],
+)
+@pytest.mark.parametrize("where", ["around", "own", "nnx"])
+def test_rules_say_what_logical_names_stand_for(rules, want, where):
+    """Flax's own: those in force around the call, of a Linen box, and of NNX metadata."""
+    names = ("embed", "wide")
+    if where == "nnx":
+        with nnx.use_eager_sharding(False):
+            kernel = nnx.Param(jnp.ones((64, 256)), out_sharding=names, sharding_rules=rules)
+        tree = {"odd": {"kernel": kernel}}
+    else:
+        own = {"rules": rules} if where == "own" else {}
+        tree = annotated(names, functools.partial(nn.with_logical_partitioning, **own))
+    with nn.logical_axis_rules(rules if where == "around" else ()):
+        result = jaxtp.make_plan(tree, {"tp": 4})
+    assert specs(result)["odd/kernel"] == want
+    assert result.notes[1:] == ()  # names that no rule maps are none of the mesh
+
+
+@pytest.mark.parametrize(
+    "kind", [lambda *n: n, P, lambda *n: NamedSharding(jaxtp.make_mesh(tp=8), P(*n))]
+)
+def test_nnx_metadata_may_be_a_spec_or_a_sharding(kind):
+    names = kind("tp", None)
+    with nnx.use_eager_sharding(False):
+        tree = {"odd": nnx.Param(jnp.ones((64, 256)), out_sharding=names)}
+    assert specs(jaxtp.make_plan(tree, {"tp": 8})) == {"odd": "P(tp, -)"}
 
 
 def test_an_annotation_takes_units_from_names():

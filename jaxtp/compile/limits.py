@@ -28,6 +28,10 @@ def check(
         CheckFailed: TP115, with the limit, the measured value and the collectives behind it.
         DoesNotFit: TP114, if the step needs more memory than the GPU has.
     """
+    if not hasattr(report, "collectives"):
+        raise CheckFailed(
+            f"report is a {type(report).__name__}", fix="check(jaxtp.preflight(...), ...)"
+        )
     problems = Problems()
     tensor = [row for row in report.collectives if set(row.axes) & set(report.tensor_axes)]
     if must_fit and not report.fits:

@@ -39,6 +39,11 @@ def make_mesh(*, tp: int, devices: Sequence[Any] | None = None, **others: int) -
         raise BadMesh(
             f"devices is a {type(devices).__name__}", fix="a list: devices=jax.devices()[:8]"
         )
+    strange = [d for d in (() if devices is None else devices) if not hasattr(d, "device_kind")]
+    if strange:
+        raise BadMesh(
+            f"devices holds a {type(strange[0]).__name__}", fix="a list: devices=jax.devices()[:8]"
+        )
     count = len(jax.devices() if devices is None else devices)
     open_axes = [a for a, n in sizes.items() if n == -1]
     if len(open_axes) > 1 or any(n < 1 and n != -1 for n in sizes.values()):

@@ -5,6 +5,7 @@ argument that could tell XLA where to put them. The compiled functions here say 
 """
 
 import contextlib
+import inspect
 import sys
 from collections.abc import Callable, Generator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -102,6 +103,15 @@ def _check_arguments(init_fn: Any, tx: Any, mesh: Any) -> None:
             f"init_fn is a {type(init_fn).__name__}, which cannot be called",
             fix="a function without arguments that makes the parameters: lambda: model.init(...)",
         )
+    with contextlib.suppress(ValueError):  # some callables have no signature
+        signature = inspect.signature(init_fn)
+        try:
+            signature.bind()
+        except TypeError as err:
+            raise BadTree(
+                f"init_fn takes {signature}: {err}",
+                fix="a function without arguments: lambda: model.init(key, x)",
+            ) from None
     if tx is not None and not (hasattr(tx, "init") and hasattr(tx, "update")):
         raise BadTree(
             f"tx is a {type(tx).__name__}, which is no optimizer",

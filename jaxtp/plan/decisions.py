@@ -9,6 +9,7 @@ import itertools
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -341,6 +342,11 @@ class Plan:
                 )
             mesh = MeshShape.from_data(data.pop("mesh"))
             decisions = tuple(_decision(d) for d in data.pop("decisions"))
+            twice = [path for path, n in Counter(d.path for d in decisions).items() if n > 1]
+            if twice:
+                raise ValueError(f"{twice[0]} is decided twice")
+            if any(type(n) is not int or n < 0 for d in decisions for n in d.shape):
+                raise ValueError("a shape holds no size")
             inputs = tuple(map(input_decision, data.pop("inputs", ())))
             stages = data.pop("stages", None)
             return cls(

@@ -124,6 +124,18 @@ _watching: contextvars.ContextVar[tuple[set[int], ...]] = contextvars.ContextVar
 )
 
 
+MASKED = "jaxtp_mask_padding"
+"""The name of the call by which a watched program shows where it masks."""
+
+
+def _shown(logits: jax.Array) -> jax.Array:
+    return logits
+
+
+_shown.__name__ = MASKED
+_show = jax.jit(_shown)
+
+
 @contextlib.contextmanager
 def masks_seen() -> Generator[set[int]]:
     """The vocabulary sizes that `mask_padding` is called with inside the block."""
@@ -168,7 +180,7 @@ def mask_padding(logits: jax.Array, vocab_size: int) -> jax.Array:
             fix=f"vocab_size is at most {stored}",
         )
     if stored == vocab_size:
-        return logits
+        return _show(logits) if _watching.get() else logits
     ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
     lowest = jnp.asarray(jnp.finfo(logits.dtype).min / 2, logits.dtype)
     return jnp.where(ids < vocab_size, logits, lowest)

@@ -85,17 +85,38 @@ def is_box(node: object) -> bool:
 
 
 def _annotation(box: Any) -> Annotation | None:
-    """Names on a box's dims, or None. NNX renamed the field twice; all spellings are read."""
+    """Names on a box's dims, or None. NNX renamed the field twice; all spellings are read.
+
+    Logical names are those of the mesh where the box or Flax's context says by rules which.
+    """
+    rules: dict[str, Any] = {}
     if hasattr(box, "get_metadata"):
         meta = box.get_metadata()
         names = next(
             (meta[k] for k in ("out_sharding", "sharding_names", "sharding") if meta.get(k)), None
         )
+        rules = _rules(meta.get("sharding_rules"))
     else:
         names = getattr(box, "names", None)
-    if names is None or not isinstance(names, tuple):
+        if hasattr(box, "rules"):  # `nn.LogicallyPartitioned`; names of `nn.Partitioned` are axes
+            rules = _rules(box.rules)
+    names = getattr(names, "spec", names)  # of a NamedSharding
+    if isinstance(names, str):
+        names = (names,)
+    if not isinstance(names, tuple | list | PartitionSpec):
         return None
-    return tuple(tuple(n) if isinstance(n, list) else n for n in names)
+    named = (tuple(n) if isinstance(n, list) else n for n in names)
+    return tuple(rules.get(n, n) if isinstance(n, str) else n for n in named)
+
+
+def _rules(own: Any) -> dict[str, Any]:
+    """What logical names stand for: rules of a box, and of `nn.logical_axis_rules` around us."""
+    spmd = sys.modules.get("flax.core.spmd")
+    around = spmd.get_logical_axis_rules() if spmd is not None else ()
+    found: dict[str, Any] = {}
+    for name, axis in (*(own or ()), *(around or ())):
+        found.setdefault(name, axis)
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,8 +154,8 @@ def has_objects(tree: PyTree) -> bool:
     if nnx is None:
         return False
     kinds = (nnx.Module, nnx.Optimizer, nnx.Rngs, nnx.Metric)
-    nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kinds))
-    return any(isinstance(node, kinds) for node in nodes)
+    nodes, _ = _flattened(tree, lambda node: isinstance(node, kinds))
+    return any(isinstance(node, kinds) for _, node in nodes)
 
 
 def leaves_put(tree: PyTree, before: PyTree) -> dict[str, Any]:
@@ -190,6 +211,18 @@ def leaves(tree: PyTree) -> list[tuple[str, Any]]:
     return list(FlatTree.of(tree).values.items())
 
 
+def _flattened(
+    tree: PyTree, is_leaf: Callable[[Any], bool] | None = None
+) -> tuple[list[tuple[tuple[KeyEntry, ...], Any]], Any]:
+    """The leaves of a tree with their keys, and its structure."""
+    try:
+        return jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
+    except ValueError as err:
+        raise BadTree(
+            f"cannot be taken apart: {err}", fix="the keys of one dict are of one type"
+        ) from err
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class FlatTree:
     """A tree taken apart once: what is in it by path, and the way back.
@@ -210,10 +243,10 @@ class FlatTree:
 
         Raises:
             BadTree: TP046, if two leaves share a spelling, which an override or a plan could not
-                tell apart.
+                tell apart, or keys of one dict have no order.
         """
         plain, rebuild = as_pytree(tree)
-        pairs, treedef = jax.tree_util.tree_flatten_with_path(plain)
+        pairs, treedef = _flattened(plain)
         values: dict[str, Any] = {}
         for keys, leaf in pairs:
             if (path := spell(keys)) in values:
@@ -245,13 +278,13 @@ def flatten(tree: PyTree) -> dict[str, Param]:
         BadTree: TP046, if the tree is empty or a leaf is not an array.
     """
     plain, _ = as_pytree(tree)
-    boxes = jax.tree_util.tree_flatten_with_path(plain, is_leaf=is_box)[0]
+    boxes, _ = _flattened(plain, is_box)
     named = {spell(p): _annotation(box) for p, box in boxes if is_box(box)}
     params = FlatTree.of(plain).shapes()
     if not params:
         raise BadTree("the tree has no arrays", fix="pass the initialised parameters")
     for path, names in named.items():
-        if names and path in params and len(names) <= len(params[path].shape):
+        if names and path in params:
             params[path] = dataclasses.replace(params[path], annotation=names)
     return params
 

@@ -335,7 +335,7 @@ def agree(facts: Mapping[str, object], *, timeout: float = 60.0) -> None:
     """
     if not hasattr(facts, "items"):
         raise BadConfig(f"facts are a {type(facts).__name__}", fix='agree({"seed": 0, ...})')
-    mine = {**process_facts(), **{name: str(value) for name, value in facts.items()}}
+    mine = {**process_facts(), **{str(name): str(value) for name, value in facts.items()}}
     text = json.dumps(mine, sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()
     camps: dict[str, list[int]] = {}

@@ -206,6 +206,13 @@ def _named(param: Param) -> list[tuple[str, ...]]:
                 where=param.path,
                 fix="an entry is the name of an axis, a tuple of names, or None",
             )
+    if len(param.annotation or ()) > len(param.shape):
+        raise BadSpec(
+            f"the annotation {param.annotation} names {len(param.annotation or ())} dims of "
+            f"{len(param.shape)}",
+            where=param.path,
+            fix="one entry for each dim; what adds a dim (nn.vmap, nn.scan) takes metadata_params",
+        )
     named = [(n,) if isinstance(n, str) else tuple(n or ()) for n in param.annotation or ()]
     return named + [()] * (len(param.shape) - len(named))
 

@@ -5,13 +5,16 @@ import dataclasses
 import inspect
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxtp.errors import BadTree, join
+import jax
+
+from jaxtp.errors import BadTree, JaxtpError, join
 from jaxtp.plan.stored_form import masks_seen
 from jaxtp.plan.trees import PyTree
 from jaxtp.rules.jaxpr import Analysis, Finding, Option, analyse
+from jaxtp.rules.jaxpr.unmasked import unmasked_reads
 from jaxtp.rules.roles import Fused, Placement, Role, Source, Vote
 
 ROLES: dict[str, Role] = {
@@ -28,11 +31,13 @@ class Traced:
     Attributes:
         votes: One for every parameter that the call uses.
         masked: Vocabulary sizes, in elements, for which the model masks padded logits.
+        unmasked: Of those, what reads logits in front of the mask as well.
         analysis: What all of this comes from; None if nothing was traced.
     """
 
     votes: tuple[Vote, ...] = ()
     masked: frozenset[int] = frozenset()
+    unmasked: Mapping[int, Sequence[str]] = dataclasses.field(default_factory=dict[int, list[str]])
     analysis: Analysis | None = None
 
 
@@ -55,8 +60,29 @@ def trace(fn: Any, params: PyTree, inputs: Sequence[Any] | None) -> Traced:
     if inputs is None:
         _check_needs_no_inputs(fn)
     with masks_seen() as masked:
-        analysis = analyse(call, params, *(inputs or ()))
-    return Traced(tuple(finding_votes(analysis)), frozenset(masked), analysis)
+        try:
+            analysis = analyse(call, params, *(inputs or ()))
+        except JaxtpError:
+            raise
+        except Exception as err:
+            given = join(_shape_of(x) for x in jax.tree.leaves(inputs)) or "no inputs"
+            first = f"{err}".strip().partition("\n")[0]
+            raise BadTree(
+                f"raises {type(err).__name__} when it is traced with {given}: {first}",
+                where="fn",
+                fix="it takes the parameters and these inputs, and no values, only shapes: try "
+                "jax.eval_shape(fn, params, *inputs)",
+            ) from err
+    if not analysis.outputs:
+        raise BadTree(
+            "returns no array", where="fn", fix="return what the model computes, such as logits"
+        )
+    reads = {size: unmasked_reads(analysis, size) for size in masked}
+    return Traced(tuple(finding_votes(analysis)), frozenset(masked), reads, analysis)
+
+
+def _shape_of(x: Any) -> str:
+    return f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else repr(x)
 
 
 def check_inputs(inputs: Any) -> None:

@@ -4,7 +4,7 @@ docs/design.md#what-is-not-divisible.
 """
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxtp.errors import BadConfig, HeadsNotDivisible, Problems, SizeMismatch, join
@@ -60,7 +60,11 @@ def fit(
 
 
 def check_masked(
-    decisions: Iterable[ParamDecision], pad_vocab: bool | str, config: Any, masked: Collection[int]
+    decisions: Iterable[ParamDecision],
+    pad_vocab: bool | str,
+    config: Any,
+    masked: Collection[int],
+    unmasked: Mapping[int, Sequence[str]],
 ) -> None:
     """Refuses padded vocabularies of which nobody has said or seen that the model masks them.
 
@@ -72,6 +76,7 @@ def check_masked(
         pad_vocab: As given to `make_plan`; "masked" says that the model does it.
         config: The model's; those of `jaxtp.models` say so of themselves.
         masked: Vocabulary sizes, in elements, that the traced function masks to.
+        unmasked: Of those, what it reads in front of the mask.
 
     Raises:
         BadConfig: TP020, for the first such parameter.
@@ -87,6 +92,13 @@ def check_masked(
                     where="pad_vocab",
                     fix=f"logits = jaxtp.mask_padding(logits, {blocks.logical}) in the model, and "
                     'fn= and inputs= to show it, or pad_vocab="masked" if it does so already',
+                )
+            if read := unmasked.get(blocks.logical):
+                raise BadConfig(
+                    f"{decision.path} would be padded from {blocks.logical} to {blocks.stored}, "
+                    f"and beside the mask the model reads the logits of the padding: {join(read)}",
+                    where="pad_vocab",
+                    fix="mask the logits once and use nothing but the masked ones",
                 )
 
 

@@ -104,7 +104,7 @@ def make_plan(
     local = experts.local_share(claims, shape)
     shape, shares = factoring.factor(local, shape, policy)
     decisions = fallback.fit(local, shares, shape, policy, pad_vocab=bool(pad_vocab))
-    fallback.check_masked(decisions, pad_vocab, config, traced.masked)
+    fallback.check_masked(decisions, pad_vocab, config, traced.masked, traced.unmasked)
     decisions = fused.place(claims, shares, decisions, shape)
     decisions = experts.assign(claims, decisions, shape)
     stages, decisions = pipeline.assign_layers(claims, decisions, shape, stages)

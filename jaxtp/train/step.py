@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxtp.activations.by_name import use_plan
 from jaxtp.errors import (
@@ -402,8 +402,25 @@ def _places(state: PyTree, mesh: Mesh) -> tuple[Mesh, list[NamedSharding]]:
     if not homes:
         problems.add(_astray("", "has no array on the mesh"))
     problems.raise_any()
+    if not _refines(homes[0], mesh):
+        raise BadMesh(
+            f"the state lies on the mesh {dict(homes[0].shape)}, and the step is for "
+            f"{dict(mesh.shape)}",
+            fix="give jit_step the mesh that the state was placed with",
+        )
     home = auto_mesh(homes[0])
     return home, [sharding or NamedSharding(home, PartitionSpec()) for sharding in found]
+
+
+def _refines(placed: Mesh | AbstractMesh, mesh: Mesh) -> bool:
+    """Whether axes of one mesh are those of another, each whole or as consecutive factors."""
+    factors = [size for size in placed.shape.values() if size > 1]
+    for size in (size for size in mesh.shape.values() if size > 1):
+        while size > 1 and factors and size % factors[0] == 0:
+            size //= factors.pop(0)
+        if size > 1:
+            return False
+    return not factors
 
 
 def _astray(path: str, where: str) -> StateNotPlaced:

@@ -15,8 +15,8 @@ from jax.extend.core import ClosedJaxpr  # pyright: ignore[reportPrivateImportUs
 
 from jaxtp.plan import trees
 from jaxtp.rules.jaxpr import control, tracing
-from jaxtp.rules.jaxpr.classes import Atom, Dim, classes_in, resolve
-from jaxtp.rules.jaxpr.evidence import Evidence
+from jaxtp.rules.jaxpr.classes import Atom, Dim, classes_in, dim_size, resolve
+from jaxtp.rules.jaxpr.evidence import SMALL, VOCAB, Evidence
 from jaxtp.rules.jaxpr.primitives import PRIMITIVES, SIGNATURES
 from jaxtp.rules.jaxpr.records import Contraction, Fact, Finding, Opaque, Residual
 from jaxtp.rules.jaxpr.regions import Regions
@@ -89,6 +89,7 @@ class Analysis:
         groups: Group id -> paths that are decided together.
         scope: The jaxpr as it was read, with the value of every variable; see `dim_classes`.
         num_params: How many of the jaxpr's inputs are parameters; they come first.
+        paths: Labels of those.
         batch: The class of the batch dim, or None.
     """
 
@@ -98,6 +99,7 @@ class Analysis:
     groups: dict[str, tuple[str, ...]]
     scope: Scope = dataclasses.field(repr=False)
     num_params: int
+    paths: tuple[str, ...]
     batch: Atom | None
     _regions: Regions = dataclasses.field(repr=False)
     _walk: Walk = dataclasses.field(repr=False)
@@ -167,6 +169,16 @@ class Analysis:
     def unchosen(self) -> dict[int, Share]:
         """Products in which every expert works on every token; see `unchosen_work`."""
         return unchosen_work(self._walk.facts, self._regions.evidence)
+
+    def vocabulary(self, size: int) -> dict[str, tuple[Atom, ...]]:
+        """Parameters with a dim that is a vocabulary of so many entries, and that dim's classes."""
+        evidence = self._regions.evidence
+        return {
+            path: resolve(dim)
+            for path, dims in evidence.params.items()
+            for dim in dims
+            if dim_size(dim) == size and evidence.kind(resolve(dim)[0]) in (VOCAB, SMALL)
+        }
 
     def of_one_row(self) -> "Analysis":
         """The same, where the first input is one sequence: what leads its products is no batch."""
@@ -317,6 +329,7 @@ def analyse_jaxpr(
         groups={region.name: tuple(region.options) for region in regions.chosen},
         scope=walk.entered[0],
         num_params=len(paths),
+        paths=tuple(paths),
         batch=_batch(values[len(paths) :], walk.facts),
         _regions=regions,
         _walk=walk,
