@@ -155,7 +155,7 @@ def test_any_branches_give_the_numbers_of_one_after_the_other(kinds, num_layers,
     with use_plan(plan, plan_mesh(make_mesh(tp=8), plan.mesh)):
         got = jax.jit(jax.value_and_grad(interleaved, (0, 1)))(params, x)
         value = jax.jit(interleaved)(params, x)
-    want = jax.value_and_grad(plain, (0, 1))(params, x)
+    want = jax.jit(jax.value_and_grad(plain, (0, 1)))(params, x)
     close(got, want)
     np.testing.assert_allclose(value, want[0], rtol=1e-5)
 

@@ -113,6 +113,17 @@ def test_every_device_meets_as_many_tokens():
         assert set(pieces.sum(axis=1)) == {2 * ways - 1}
 
 
+def with_gradients(fn):
+    """The result and what it pulls back, as one program: alone, each operation is compiled."""
+
+    @jax.jit
+    def run(d_out, *args):
+        out, pull = jax.vjp(fn, *args)
+        return out, pull(d_out)
+
+    return run
+
+
 @pytest.fixture
 def small_tiles(monkeypatch):
     monkeypatch.setattr(blocks, "LARGEST", 4)
@@ -147,17 +158,19 @@ def test_parts_add_up_to_all_attention(small_tiles, half, window, softcap, packe
         every = jnp.concatenate([jnp.zeros_like(q), q], axis=1)
         return capped_attention(every, k, v, softcap=softcap, mask=mask, **options)[:, half:]
 
-    want, pull = jax.vjp(whole, q, k, v)
-    parts = [part_of(q, *kv, view, scores) for kv, view in zip(halves, views, strict=True)]
-    both = merge(*parts)
-    assert_close(both.out_BTNH, want, 2 * half * 8)
-    grads = [
-        gradients_of(q, *kv, both, d_out, view, scores)
-        for kv, view in zip(halves, views, strict=True)
-    ]
-    (dq, *late), (more, *early) = grads
-    joined = [jnp.concatenate(pair, axis=1) for pair in zip(early, late, strict=True)]
-    assert_close((dq + more, *joined), pull(d_out), 2 * half * 8)
+    @jax.jit
+    def in_parts(q, halves, d_out):
+        pairs = list(zip(halves, views, strict=True))
+        both = merge(*[part_of(q, *kv, view, scores) for kv, view in pairs])
+        grads = [gradients_of(q, *kv, both, d_out, view, scores) for kv, view in pairs]
+        (dq, *late), (more, *early) = grads
+        joined = [jnp.concatenate(pair, axis=1) for pair in zip(early, late, strict=True)]
+        return both.out_BTNH, (dq + more, *joined)
+
+    got, grads = in_parts(q, halves, d_out)
+    want, pulled = with_gradients(whole)(d_out, q, k, v)
+    assert_close(got, want, 2 * half * 8)
+    assert_close(grads, pulled, 2 * half * 8)
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -182,11 +195,10 @@ def test_tiles_of_one_sequence_are_all_attention(small_tiles, window, tp):
 
     plan = jaxtp.make_plan({"w": jnp.zeros((8, 8))}, {"tp": tp}, strict=False)
     with use_plan(plan, plan_mesh(make_mesh(tp=tp, devices=jax.devices()[:tp]), plan.mesh)):
-        got, pull = jax.vjp(jax.jit(tiled), q, k, v, sinks)
-        grads = pull(d_out)
-    want, pull = jax.vjp(whole, q, k, v, sinks)
+        got, grads = with_gradients(tiled)(d_out, q, k, v, sinks)
+    want, pulled = with_gradients(whole)(d_out, q, k, v, sinks)
     assert_close(got, want, 12 * 8)
-    assert_close(grads, pull(d_out), 2 * 12 * 8)
+    assert_close(grads, pulled, 2 * 12 * 8)
 
 
 def test_long_sequences_without_cp_have_no_array_of_tokens_by_tokens():
