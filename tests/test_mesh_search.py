@@ -21,7 +21,7 @@ from jaxtp.hardware.gpus import Target
 from jaxtp.inspect.pages.search_page import scatter
 from jaxtp.models import PRESETS
 from jaxtp.train.machine_sizes import largest_batch, smallest_machine
-from jaxtp.train.mesh_advice import mesh_text
+from jaxtp.train.mesh_advice import advice, mesh_text
 from jaxtp.train.mesh_search import config_for, run_of, search
 from jaxtp.train.pricing import sizes_of
 from jaxtp.train.search_result import Asked, compiled_rows, rows_of
@@ -151,15 +151,19 @@ def test_the_table_fits_a_terminal_and_the_first_is_what_runs(found):
         assert max(map(len, str(dataclasses.replace(found, rows=rows)).splitlines())) <= 100
 
 
-def test_what_is_in_use_is_not_advised():
-    def advised(split):
-        fixed = {"mesh.tp": 8, "communication.overlap": "auto"}
-        fixed["communication.sequence_parallel"] = split
+def test_what_is_in_use_or_not_offered_is_not_advised():
+    def advised(split, **fixed):
+        fixed = {"mesh.tp": 8, "communication.overlap": "auto", **fixed}
         found = search("llama3.2-1b", batch=8, seq=1024, fixed=fixed, compile_best=0)
-        return " ".join(str(found).split())
+        ranking = found.ranking
+        first = int(np.argmax(ranking.strategies.sequence_parallel == split))
+        one = ranking.candidate(first)
+        return advice(ranking, found.pricing, found.target, one)[-1]
 
-    assert "a smaller mesh.tp, or communication.sequence_parallel" in advised("false")
-    assert advised("true").endswith("waits for tp messages: a smaller mesh.tp")
+    assert advised(False).endswith("a smaller mesh.tp, or communication.sequence_parallel")
+    assert advised(True).endswith("waits for tp messages: a smaller mesh.tp")
+    fixed = {"communication.sequence_parallel": "false"}
+    assert advised(False, **fixed).endswith("waits for tp messages: a smaller mesh.tp")
 
 
 def test_a_model_with_positions_is_searched_at_a_length_it_has():

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 import numpy as np
 
 from jaxtp.cost.ranking import EQUAL_WITHIN, Candidate, Ranking
-from jaxtp.cost.strategy import AXES
+from jaxtp.cost.strategy import AXES, Strategy
 from jaxtp.cost.wire import Wires
 from jaxtp.hardware.gpus import Target
 from jaxtp.mesh.axes import Axis
@@ -43,13 +43,13 @@ REMEDIES: Mapping[str, tuple[str, tuple[str, ...]]] = {
 }
 """Part of a step -> what waits, and what makes it smaller."""
 
-IN_USE: Mapping[str, Callable[[Mapping[str, int]], bool]] = {
-    "communication.sequence_parallel": lambda s: bool(s["sequence_parallel"]),
-    "communication.overlap = aggressive": lambda s: bool(s["interleaved"]),
-    "pipeline.rounds": lambda s: s["rounds"] > 1,
-    "zero.stage = 1": lambda s: s["zero"] >= 1,
+SEARCHED: Mapping[str, tuple[str, int]] = {
+    "communication.sequence_parallel": ("sequence_parallel", 1),
+    "communication.overlap = aggressive": ("interleaved", 1),
+    "pipeline.rounds": ("rounds", 2),
+    "zero.stage = 1": ("zero", 1),
 }
-"""Remedy -> whether a strategy has it already."""
+"""Remedy -> the field of a strategy that it is, and the least value that has it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +83,7 @@ def advice(ranking: Ranking, pricing: Pricing, target: Target, first: Candidate)
         *_links(first, wires),
         *_tensor(first, pricing, wires),
         *_slower(ranking, pricing, target, first),
-        *_remedies(first),
+        *_remedies(ranking, first),
     ]
 
 
@@ -131,14 +131,26 @@ def _slower(ranking: Ranking, pricing: Pricing, target: Target, first: Candidate
     yield f"{text} (--network {gbps:.0f}gbps)"
 
 
-def _remedies(first: Candidate) -> Iterator[str]:
+def _remedies(ranking: Ranking, first: Candidate) -> Iterator[str]:
     """What to try first, where one part of the step stands out."""
     part = max(REMEDIES, key=lambda name: first.parts[name])
-    if (share := first.parts[part] / first.seconds) >= TELLING_SHARE:
-        what, remedies = REMEDIES[part]
-        has = [one for one, used in IN_USE.items() if used(first.settings)]
-        if left := [one for one in remedies if one not in has]:
-            yield f"to try first: {share:.0%} of the step waits for {what}: {', or '.join(left)}"
+    if (share := first.parts[part] / first.seconds) < TELLING_SHARE:
+        return
+    what, remedies = REMEDIES[part]
+    if left := [one for one in remedies if _is_open(ranking.strategies, first, one)]:
+        yield f"to try first: {share:.0%} of the step waits for {what}: {', or '.join(left)}"
+
+
+def _is_open(s: Strategy, first: Candidate, remedy: str) -> bool:
+    """Whether a remedy is not in use, and some candidate of the same mesh has it."""
+    if remedy not in SEARCHED:
+        return True
+    field, least = SEARCHED[remedy]
+    same = np.logical_and.reduce(
+        [np.asarray(getattr(s, axis)) == first.settings.get(axis, 1) for axis in AXES]
+    )
+    offered = bool(np.any(same & (np.asarray(getattr(s, field)) >= least)))
+    return offered and first.settings[field] < least
 
 
 def mesh_text(candidate: Candidate) -> str:
