@@ -24,11 +24,11 @@ from jaxtp.hardware.links import GIB
 from jaxtp.inspect.pages.search_page import search_html
 from jaxtp.io.model_functions import is_model_function
 from jaxtp.train.machine_sizes import largest_batch, smallest_machine, tokens_rate
-from jaxtp.train.mesh_advice import mesh_text
+from jaxtp.train.mesh_advice import axes_text, mesh_text
 from jaxtp.train.mesh_search import run_of
 from jaxtp.train.mesh_search import search as run_search
 from jaxtp.train.own_script import script
-from jaxtp.train.search_result import Search
+from jaxtp.train.search_result import Search, settings_text
 
 LIMIT = 12
 """Meshes that are printed, unless said otherwise."""
@@ -256,10 +256,11 @@ def _page(result: Search) -> str:
         float(value) / GIB
         for value in np.broadcast_to(np.asarray(result.ranking.memory.total), len(seconds))
     ]
-    labels = [
-        f"{s:.3f} s, {m:.1f} GiB: {describe_fields(result.ranking.strategies, i)}"
-        for i, (s, m) in enumerate(zip(seconds, gib, strict=True))
-    ]
+    labels: list[str] = []
+    for index, (step, memory) in enumerate(zip(seconds, gib, strict=True)):
+        settings = describe_fields(result.ranking.strategies, index)
+        what = f"{axes_text(settings)}; {settings_text(settings, own=result.is_own)}"
+        labels.append(f"{step:.3f} s, {memory:.1f} GiB: {what}")
     length = f" x {result.seq}" if result.seq else ""
     title = f"{result.model} on {result.target}, batch {result.batch}{length}"
     limit = result.ranking.limit_bytes / GIB

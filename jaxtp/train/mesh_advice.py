@@ -160,5 +160,10 @@ def mesh_text(candidate: Candidate) -> str:
     ...     mfu=0, memory_bytes=0, state_bytes=0, fits=True))
     'dp=2 tp=4'
     """
-    sizes = {axis: candidate.settings.get(axis, 1) for axis in AXES}
+    return axes_text(candidate.settings)
+
+
+def axes_text(settings: Mapping[str, int]) -> str:
+    """The same of the fields of a strategy."""
+    sizes = {axis: settings.get(axis, 1) for axis in AXES}
     return " ".join(f"{a}={n}" for a, n in sizes.items() if n > 1) or "one device"

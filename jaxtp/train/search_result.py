@@ -4,12 +4,12 @@ import dataclasses
 import json
 import math
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxtp.compile.report import Report
 from jaxtp.config.settings import Config
-from jaxtp.cost.candidates import SETTINGS
+from jaxtp.cost.candidates import POLICIES, SETTINGS
 from jaxtp.cost.ranking import EQUAL_WITHIN, EXPECTED_ERROR, USABLE_MEMORY, Candidate, Ranking
 from jaxtp.errors import BadUsage, DoesNotFit, JaxtpError
 from jaxtp.hardware.gpus import Target
@@ -250,11 +250,16 @@ def chosen(row: Found) -> dict[str, int | str | bool]:
     return found
 
 
-def settings_text(row: Found) -> str:
-    """What is chosen besides the mesh, without what is off."""
-    s = row.candidate.settings
+def settings_text(settings: Mapping[str, int], *, own: bool) -> str:
+    """What is chosen besides the mesh, without what is off.
+
+    Args:
+        settings: Field of `Strategy` -> value.
+        own: Whether it is of a model of one's own, whose recomputation is not chosen.
+    """
+    s, policies = settings, {int(value): name for name, value in POLICIES.items()}
     words = [f"{s['micro_batches']}x{s['micro_batch']}"]
-    words += [f"remat {row.config.remat}"] if row.config else []
+    words += [] if own else [f"remat {policies[s['recompute']]}"]
     words += [f"zero {s['zero']}"] * (s["zero"] > 0)
     words += [f"{s['rounds']} rounds"] * (s["rounds"] > 1)
     hides = "two halves" if s["tp"] > 1 else "gathered ahead"
@@ -305,7 +310,8 @@ def _table(rows: Sequence[Found]) -> list[str]:
 
     lines = [joined(HEAD)]
     for row, line in zip(rows, figures, strict=True):
-        text = "; ".join(filter(None, (settings_text(row), row.tight, row.verdict)))
+        chosen_here = settings_text(row.candidate.settings, own=row.config is None)
+        text = "; ".join(filter(None, (chosen_here, row.tight, row.verdict)))
         lines += [joined(line), *_wrapped(text, indent=3)]
     return lines
 
