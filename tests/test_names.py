@@ -302,3 +302,9 @@ def test_what_makes_scales_of_norms_is_no_norm(name):
     shapes |= {"block/mlp/fc1/kernel": (64, 256), "block/mlp/fc2/kernel": (256, 64)}
     dims = [1, 1, 1, 0, None, 1, 0]
     assert dims_of(shapes) == dict(sorted(zip(shapes, dims, strict=True)))
+
+
+def test_what_enters_and_what_leaves_have_the_residual_stream_outside():
+    """Of a state-space mixer without a name that says so: 1024 is where both begin and end."""
+    shapes = {"in_proj": (1024, 4384), "out_proj": (2048, 1024), "decay": (32,)}
+    assert set(dims_of(shapes).values()) == {None}

@@ -31,7 +31,12 @@ def load(path: Path) -> tuple[Config, tuple[Line, ...]]:
     try:
         text = path.read_text()
     except (OSError, UnicodeError) as err:
-        raise BadConfig(f"cannot read it: {err}", where=str(path), fix="name a text file") from None
+        raise BadConfig(
+            f"cannot read it: {err}",
+            where=str(path),
+            fix=f'name a text file; a preset is a setting in one, model = "{path.stem}", and what '
+            "jaxtp preflight --model takes",
+        ) from None
     return parse(text, FORMS.get(path.suffix.lower(), "json"), name=path.name)
 
 

@@ -269,8 +269,12 @@ def _chain(tree: ModelTree, views: Iterable[Matrix]) -> Options:
         inner = first[0].a if turned else first[0].b
         if inner == (last[0].b if turned else last[0].a):
             return {(inner, None, 0): [*first, *last]}
+    # What enters an MLP begins with the residual stream, and what leaves it ends in it.
+    outer = {m.a for m in first if not tree.out_first(m.leaf)} & {
+        m.b for m in last if not tree.out_first(m.leaf)
+    }
     ends, begins = {m.b for m in flat if m.a != m.b}, {m.a for m in flat if m.a != m.b}
-    widths = (ends & begins) - tree.streams - tree.widths
+    widths = (ends & begins) - tree.streams - tree.widths - outer
     return {(w, None, 0): [m for m in flat if (m.a == w) != (m.b == w)] for w in widths}
 
 
