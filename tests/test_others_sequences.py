@@ -5,6 +5,7 @@ import functools
 import importlib
 import math
 import re
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from rounding import assert_close
 from test_by_dataflow import Block, Model, loss
 
 import jaxtp
+from jaxtp.activations import row_chunks
 from jaxtp.activations.by_dataflow import parallelize
 from jaxtp.errors import IdleDevices, JaxtpWarning, SizeMismatch
 
@@ -115,13 +117,14 @@ def stream(mix):
 
 
 def on_mesh(fn, params, x):
-    """The function and its gradients on a mesh with cp=4, against its numbers on one device."""
+    """Numbers of a function on a mesh with cp=4 against those of one device; what was compiled."""
     loss = lambda fn: jax.jit(jax.value_and_grad(lambda *args: (fn(*args) ** 2).mean()))  # noqa: E731
     mesh = jaxtp.make_mesh(cp=4, tp=2)
     plan = jaxtp.make_plan(params, mesh, fn=fn, inputs=(x,))
     placed = jaxtp.shard(params, mesh, plan=plan)
-    got = loss(parallelize(fn, plan, mesh))(placed, x)
-    assert_close(got, loss(fn)(params, x), 2 * x.size)
+    step = loss(parallelize(fn, plan, mesh)).lower(placed, x).compile()
+    assert_close(step(placed, x), loss(fn)(params, x), 2 * x.size)
+    return step.as_text()
 
 
 def recurrent(params, h):
@@ -206,14 +209,76 @@ def test_tokens_are_shared_and_not_rows_where_nothing_shards_the_batch():
     assert all(re.search(r'\[\{\??\}, \{"cp"\}, ', line) for line in places)
 
 
-def test_scores_of_tokens_by_tokens_are_said_with_their_bytes():
-    fn, params, _ = stream(keys_first)
+def seen(params, h):
+    """Others look at the weights, too."""
+    scores = jax.nn.softmax(jnp.einsum("bqd,bkd->bqk", h @ params["b"], h))
+    return jnp.einsum("bqk,bkd->bqd", scores, h) * scores.max()
+
+
+@pytest.mark.parametrize(
+    ("mix", "said"),
+    [
+        (
+            seen,
+            r"1,073,741,824 bytes at test_others_sequences.py:\d+ \(seen\) \(`reduce_max` takes",
+        ),
+        (keys_first, ""),
+    ],
+    ids=["looked-at", "in-chunks"],
+)
+def test_scores_that_are_held_at_once_are_said_with_their_bytes(mix, said):
+    fn, params, _ = stream(mix)
     struct = jax.ShapeDtypeStruct((2, 32_768, 16), jnp.float32)
     mesh = jaxtp.make_mesh(dp=2, cp=4, tp=1)
     plan = jaxtp.make_plan(params, mesh, fn=fn, inputs=(struct,))
-    said = r"scores of its own queries by all keys, 1,073,741,824 bytes at test_others_sequences.py"
-    with pytest.warns(JaxtpWarning, match=said):
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
         jax.eval_shape(parallelize(fn, plan, mesh), params, struct)
+    texts = [str(warning.message) for warning in told]
+    assert len(texts) == bool(said)
+    assert all(re.search(f"scores of its own queries by all keys, {said}", t) for t in texts)
+
+
+def biased(params, h):
+    """Two products make the scores; beside them a mask, a trained bias and a column of no key."""
+    q, tokens = h @ params["b"], h.shape[1]
+    scores = jnp.einsum("bqd,bkd->bqk", q, h) + jnp.einsum("bkd,bqd->bqk", jnp.sin(h), h)
+    apart = jnp.arange(tokens)[None, :, None] - jnp.arange(tokens)[None, None]
+    scores += params["a"][0][jnp.clip(apart, 0, 15)]
+    scores = jnp.where(apart >= 0, scores, -1e9)
+    sink = jnp.broadcast_to(params["a"][1, :1], (*scores.shape[:2], 1))
+    weights = jax.nn.softmax(jnp.concatenate([scores, sink], axis=-1))[..., :-1]
+    return jnp.einsum("bqk,bkd->bqd", weights, h)
+
+
+def dropping(params, h):
+    """Keys first; which weights are dropped is drawn for all at once."""
+    scores = jax.nn.softmax(jnp.einsum("bkd,bqd->bkq", h @ params["b"], h), axis=1)
+    scores = jnp.where(jax.random.bernoulli(jax.random.key(3), 0.9, scores.shape), scores, 0)
+    return jnp.einsum("bkq,bkd->bqd", scores, h)
+
+
+def causal(params, h):
+    q, k, v = h @ params["b"], h[..., :8], h[..., 8:]
+    q, k, v = (x.reshape(*h.shape[:2], -1, 4) for x in (q, k, v))
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(h.shape)
+
+
+@pytest.fixture
+def few_rows(monkeypatch):
+    """Chunks of two of a device's queries."""
+    monkeypatch.setattr(row_chunks, "LEAST_ROWS", 2)
+    monkeypatch.setattr(row_chunks, "LARGEST", 1)
+
+
+@pytest.mark.parametrize("mix", [biased, dropping, causal])
+def test_chunks_of_queries_have_the_numbers_of_all_at_once(mix, few_rows):
+    fn, params, _ = stream(mix)
+    x = jax.random.normal(jax.random.key(9), (2, 32, 16))
+    text = on_mesh(fn, params, x)
+    # 8 queries of a device by all keys, in any order.
+    held = re.search(r"f32\[[\d,]*\b(8,32|32,8)\b", text)
+    assert bool(held) == (mix is dropping)
 
 
 @pytest.mark.parametrize(

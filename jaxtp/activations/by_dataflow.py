@@ -139,7 +139,7 @@ def parallelize(
             # A state is no object: whoever merges it has the changes.
             if put and has_objects(tree) and (new := put_leaves(tree, put)):
                 notes.append(f"parallelize does not keep {join(new)}, new in it: make it before")
-        told.tell(placer.left.values(), placer.scores, notes)
+        told.tell(placer.left.values(), placer.scores(), notes)
         return outputs
 
     return cast(F, placed)

@@ -48,9 +48,9 @@ class Placer:
         self._widest = _widest(analysis, plan, self._leads)
         self._classes: dict[Value, tuple[DimClass, ...]] = {}
         self._exchange = Exchange(analysis, plan, self.axes, self.constrain)
-        self._sequences = Sequences(analysis, plan)
+        self._sequences = Sequences(analysis, plan, mesh)
+        self.scores = self._sequences.attentions.scores
         self._fused = FusedAttention(self._sequences, plan, mesh)
-        self.scores: dict[str, int] = {}
         self.left = lost(analysis, self.axes) | gathers_of_tokens(analysis, self._sequences)
 
     def inputs(self, arrays: Sequence[Any]) -> list[Any]:
@@ -271,13 +271,12 @@ class Placer:
             with jax.named_scope(GATHERED):
                 return replicate(shard(x))
 
-        result = self._sequences.product(equation, operands, meeting, gather)
         entries = self.held(scope.values[equation.outvars[0]], meeting.result)
-        if meeting.is_scores:
-            axes = [axis for entry in entries if isinstance(entry, tuple) for axis in entry]
-            num_bytes = result.nbytes // self.plan.mesh.ways(axes)
-            self.scores[where(equation) or UNKNOWN] = num_bytes
-        return self.constrain(result, entries)
+        place = functools.partial(self.constrain, entries=entries)
+        product = self._sequences.product(equation, operands, meeting, gather, place)
+        axes = [axis for entry in entries if isinstance(entry, tuple) for axis in entry]
+        scored = scope if meeting.is_scores else None
+        return self._sequences.result(product, scored, self.plan.mesh.ways(axes))
 
     def has_tokens(self, value: Value) -> bool:
         """Whether devices along cp share a value's tokens."""

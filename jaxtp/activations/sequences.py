@@ -14,15 +14,17 @@ from typing import Any
 
 import jax
 from jax.extend.core import Literal
+from jax.sharding import AbstractMesh, Mesh
 
+from jaxtp.activations.attentions import Attentions, Frame
 from jaxtp.activations.fused_products import joined
+from jaxtp.activations.row_chunks import Product
 from jaxtp.errors import IdleDevices, SizeMismatch
 from jaxtp.mesh.axes import Axis
 from jaxtp.plan.decisions import Plan
 from jaxtp.rules.jaxpr import Analysis
 from jaxtp.rules.jaxpr.classes import Dim, dim_size, resolve
-from jaxtp.rules.jaxpr.primitives import PRIMITIVES
-from jaxtp.rules.jaxpr.reentry import bind, inline
+from jaxtp.rules.jaxpr.reentry import bind
 from jaxtp.rules.jaxpr.trails import dim_before, follow, steps_of
 from jaxtp.rules.jaxpr.walk import Kind, Scope, Value
 
@@ -30,32 +32,6 @@ Place = Callable[[Any], Any]
 
 GATHERED = "jaxtp_keys_and_values"
 """Scope of the gathers that are meant; preflight asks about any other one along cp."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Frame:
-    """An equation that is being run, or holds one that is.
-
-    Attributes:
-        scope: The jaxpr that it is in.
-        position: Its place there.
-        known: What the variables of that jaxpr hold so far.
-    """
-
-    scope: Scope
-    position: int
-    known: Mapping[Any, Any]
-
-    @property
-    def equation(self) -> Any:
-        """The equation."""
-        return self.scope.jaxpr.eqns[self.position]
-
-    @property
-    def is_inline(self) -> bool:
-        """Whether what it holds runs in its place, so that values pass in and out."""
-        row = PRIMITIVES.get(self.equation.primitive.name)
-        return row is not None and row.again is inline
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -80,7 +56,7 @@ class Meeting:
 class Sequences:
     """Which dims are tokens, and what products of them need."""
 
-    def __init__(self, analysis: Analysis, plan: Plan) -> None:
+    def __init__(self, analysis: Analysis, plan: Plan, mesh: Mesh | AbstractMesh) -> None:
         self._analysis = analysis
         name = plan.mesh.name_of(Axis.CP)
         self.axis = name if name and plan.mesh[name] > 1 else ""
@@ -89,6 +65,7 @@ class Sequences:
         self._frames: list[Frame] = []
         self._recomputed = 0
         self._meetings: dict[tuple[Scope, int], Meeting | None] = {}
+        self.attentions = Attentions(mesh, self.axis)
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -113,9 +90,13 @@ class Sequences:
     @contextlib.contextmanager
     def running(self, scope: Scope, position: int, known: Mapping[Any, Any]) -> Generator[None]:
         """While an equation runs."""
-        self._frames.append(Frame(scope, position, known))
+        frame = Frame(scope, position, known)
+        self._frames.append(frame)
+        self.attentions.enter(frame)
         try:
             yield
+            ends = self.meeting(scope, frame.equation) is not None
+            self.attentions.leave(frame, ends=ends)
         finally:
             self._frames.pop()
 
@@ -162,8 +143,9 @@ class Sequences:
         operands: Sequence[Any],
         meeting: Meeting,
         gather: Callable[[Any, Value, int, bool], Any],
-    ) -> Any:
-        """The result of a product, with one operand gathered where it is narrowest.
+        place: Place,
+    ) -> Product:
+        """A product, with one operand gathered where it is narrowest.
 
         Args:
             equation: The product.
@@ -171,19 +153,37 @@ class Sequences:
             meeting: What of it is gathered.
             gather: `(x, value, dim, widens)` -> `x` with all tokens on every device; `widens` if
                 it is repeated more than twice before the product, see `gather_tokens`.
+            place: Constrains the result, or some rows of it.
         """
         x, value, dim, steps = self._narrowest(equation, meeting)
         widens = operands[meeting.gathered].nbytes > 2 * x.nbytes
 
-        def multiply(x: Any, other: Any) -> Any:
-            x = gather(x, value, dim, widens)
+        def other() -> Any:
+            y = gather(x, value, dim, widens)
             for step in steps:
-                x = bind(step, [v.val if isinstance(v, Literal) else x for v in step.invars])[0]
-            return bind(equation, (other, x) if meeting.gathered else (x, other))[0]
+                y = bind(step, [v.val if isinstance(v, Literal) else y for v in step.invars])[0]
+            return y
 
-        if not self._recomputed:
-            multiply = jax.checkpoint(multiply)
-        return multiply(x, operands[1 - meeting.gathered])
+        side = 1 - meeting.gathered
+        return Product(equation, operands[side], meeting.kept, side, other, meeting.result, place)
+
+    def result(self, product: Product, scored: Scope | None, ways: int) -> Any:
+        """What a product gives; one with values for some queries at a time, if there are many.
+
+        Args:
+            product: The product.
+            scored: Where it is, if it makes scores.
+            ways: Devices that hold parts of the result.
+        """
+
+        def at_once() -> Any:
+            return product.run(product.rows, product.other())
+
+        run = self.attentions.in_chunks(self._frames, product) or at_once
+        result = run() if self._recomputed else jax.checkpoint(run)()
+        if scored is not None:
+            self.attentions.made(scored, product, result.nbytes // ways)
+        return result
 
     def _free(self, equation: Any, side: int, value: Value | None) -> list[tuple[int, int]]:
         """(dim, its place in the result) of the tokens of one operand that are not summed."""
