@@ -23,7 +23,7 @@ from jaxtp.activations.fused_products import value_of
 from jaxtp.rules.jaxpr.primitives import ELEMENTWISE, PRIMITIVES
 from jaxtp.rules.jaxpr.reentry import bind, inline
 from jaxtp.rules.jaxpr.trails import dim_before
-from jaxtp.rules.jaxpr.walk import Scope, shape_of
+from jaxtp.rules.jaxpr.walk import Scope, bare, shape_of
 
 LEAST_ROWS = 256
 """Of one device in a chunk, however long the keys are. Each chunk reads keys and values and adds to
@@ -34,6 +34,14 @@ Make = Callable[[], Any]
 """Gives an array where it is called."""
 
 VIEWS = {"broadcast_in_dim", "reshape", "squeeze", "transpose"}
+SIZES = {
+    "broadcast_in_dim": "shape",
+    "iota": "shape",
+    "reshape": "new_sizes",
+    "slice": "limit_indices",
+}
+"""Primitives -> their parameter that holds the sizes of the result."""
+
 REDUCTIONS = {f"reduce_{name}" for name in ("and", "max", "min", "or", "prod", "sum")}
 
 
@@ -129,11 +137,15 @@ class Level:
     def level_at(self, position: int) -> "Level | None":
         """What is run in place of an equation; None for any other."""
         equation = self.scope.jaxpr.eqns[position]
-        row, calls = PRIMITIVES.get(equation.primitive.name), self.scope.calls.get(position)
-        if row is None or row.again is not inline or not calls:
+        row = PRIMITIVES.get(equation.primitive.name)
+        if row is None or row.again is not inline:
             return None
         if position not in self.inside:
-            self.inside[position] = Level(calls[0], {}, self, equation)
+            # Of constants nothing was read, such as of a causal mask.
+            read = self.scope.calls.get(position)
+            jaxpr = next(filter(None, map(equation.params.get, ("jaxpr", "call_jaxpr"))))
+            scope = read[0] if read else Scope(bare(jaxpr), {}, {}, getattr(jaxpr, "consts", ()))
+            self.inside[position] = Level(scope, {}, self, equation)
         return self.inside[position]
 
 
@@ -382,11 +394,10 @@ def _dim_before(equation: Any, number: int, dim: int) -> int | None:
 
 
 def _of_size(equation: Any, dim: int, size: int) -> Any:
-    """The equation with so many elements along a dim of its result."""
-    sizes = {"broadcast_in_dim": "shape", "reshape": "new_sizes", "slice": "limit_indices"}
-    name = sizes.get(equation.primitive.name)
-    if name is None:
-        return equation
-    before = equation.params[name]
-    after = (*before[:dim], size, *before[dim + 1 :])
-    return equation.replace(params={**equation.params, name: after})
+    """The equation with so many elements along a dim of its result, wherever they lie."""
+    params = dict(equation.params)
+    name = SIZES.get(equation.primitive.name)
+    if name is not None:
+        params[name] = (*params[name][:dim], size, *params[name][dim + 1 :])
+    params |= {name: None for name in ("sharding", "out_sharding") if name in params}
+    return equation.replace(params=params)
