@@ -47,9 +47,9 @@ def test_a_scanned_model_not_ours_gathers_and_reduces_each_layer_once():
     report = case.report("aggressive")
     (network,) = (link for link in report.links if link.name == "network")
     assert network.busy_seconds <= comm_others.MOST_WIRE * network.needed_seconds
-    # The ends of the model, and the gathers of the backward pass, are not hidden.
-    assert network.exposed_seconds <= 0.4 * network.busy_seconds
-    assert comm_others.over_longest(report) <= 1.35
+    # The ends of the model stand beside nothing: tables, the first weights, the last gradients.
+    assert network.exposed_seconds <= 0.13 * network.busy_seconds
+    assert comm_others.over_longest(report) <= 1.15
 
 
 def test_an_unrolled_model_not_ours_gathers_ahead_too():

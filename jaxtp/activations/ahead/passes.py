@@ -110,28 +110,33 @@ def differentiable(run: Run) -> Any:
 def _forward(
     run: Run, params: PyTree, x: Any, context: Any, rows: Any, *, keep: bool
 ) -> tuple[Any, Any, Any]:
-    """What the last layer hands on, what all give beside it, and what is kept if `keep`."""
+    """What the last layer hands on, what all give beside it, and what is kept if `keep`.
+
+    Of the last layer that is an array of its own. Stacked with the others it would lie there twice,
+    for XLA stores it late, and its backward pass comes first.
+    """
     one = run.forward if keep else run.value
 
-    def layer(i: jax.Array | int, x: Any, w: PyTree, stacks: Any) -> Any:
-        out, *given = one(x, w, run.around(context, take(rows, i)))
-        return out, jax.tree.map(functools.partial(_put, i), stacks, tuple(given))
+    def layer(i: jax.Array | int, x: Any, w: PyTree) -> tuple[Any, Any, Any]:
+        return one(x, w, run.around(context, take(rows, i)))
 
     def body(i: jax.Array | int, carry: Any) -> Any:
         x, w, stacks = carry
         # Between the barriers stand a layer, and gathers that wait for nothing else.
         x, w, shards = barrier((x, w, run.weights.shards(params, i + 1)))
         following = run.weights.gather(shards)
-        out, stacks = layer(i, x, w, stacks)
+        out, *given = layer(i, x, w)
+        stacks = jax.tree.map(functools.partial(_put, i), stacks, tuple(given))
         return *barrier((out, following)), stacks
 
     last = run.num_layers - 1
     w = run.weights.gather(run.weights.shards(params, 0))
-    _, *given = jax.eval_shape(one, x, w, run.around(context, take(rows, 0)))
-    stacks = jax.tree.map(functools.partial(_room, run), tuple(given))
-    x, w, stacks = in_pairs(last, body, (x, w, stacks))
-    x, (ys, kept) = layer(last, x, w, stacks)
-    return x, ys, kept
+    _, *structs = jax.eval_shape(functools.partial(layer, 0), x, w)
+    pairs = zip((run.num_layers, last), structs, strict=True)
+    stacks = tuple(jax.tree.map(functools.partial(_room, run, num), one) for num, one in pairs)
+    x, w, (ys, kept) = in_pairs(last, body, (x, w, stacks))
+    x, y, kept_last = layer(last, x, w)
+    return x, jax.tree.map(functools.partial(_put, last), ys, y), (kept, kept_last)
 
 
 def _backward(
@@ -139,10 +144,13 @@ def _backward(
 ) -> tuple[PyTree, Any, Any]:
     """Gradients of the parameters, of what the first layer takes, and sums of the context's."""
     weights, last, (context, rows) = run.weights, run.num_layers - 1, around
+    kept, kept_last = kept
 
-    def layer(i: jax.Array | int, w: PyTree, d_x: Any, beside: PyTree = ()) -> tuple[Any, Any]:
+    def layer(
+        i: jax.Array | int, here: Any, w: PyTree, d_x: Any, beside: PyTree = ()
+    ) -> tuple[Any, PyTree]:
         own = run.around(context, take(rows, i))
-        return with_arrived(run.backward, (take(kept, i), w, own, d_x, take(d_ys, i)), beside)
+        return with_arrived(run.backward, (here, w, own, d_x, take(d_ys, i)), beside)
 
     def body(turn: jax.Array | int, carry: Any, *, final: bool = False) -> Any:
         d_x, w, partial, collected, sums = carry
@@ -150,7 +158,7 @@ def _backward(
         shards = () if final else weights.shards(params, i - 1)
         d_x, w, partial, collected, shards = barrier((d_x, w, partial, collected, shards))
         preceding = shards if final else weights.gather(shards)
-        (d_x, partial, found), behind = layer(i, w, d_x, weights.reduce(partial))
+        (d_x, partial, found), behind = layer(i, take(kept, i), w, d_x, weights.reduce(partial))
         collected = weights.put(collected, behind, i + 1)
         sums = jax.tree.map(jnp.add, sums, found)
         return *barrier((d_x, preceding, partial, collected)), sums
@@ -164,7 +172,7 @@ def _backward(
         # The second layer's gather waits for the first one's turn, so that two are never ahead.
         d_x, w, shards = barrier((d_x, w, weights.shards(params, last - 1)))
         preceding = weights.gather(shards)
-    (d_x, partial, sums), _ = layer(last, w, d_x)
+    (d_x, partial, sums), _ = layer(last, kept_last, w, d_x)
     if last:
         carry = *barrier((d_x, preceding, partial, collected)), sums
         d_x, _, partial, collected, sums = body(
@@ -189,9 +197,9 @@ def _with_none(cotangents: Any, like: Any) -> Any:
     return jax.tree.unflatten(tree, [next(found, None) if is_float(x) else None for x in arrays])
 
 
-def _room(run: Run, one: Any) -> jax.Array:
+def _room(run: Run, num_layers: int, one: Any) -> jax.Array:
     replicas: Replicas = run.weights.replicas
-    zeros = jnp.zeros((run.num_layers, *one.shape), one.dtype)
+    zeros = jnp.zeros((num_layers, *one.shape), one.dtype)
     if one.ndim < len(replicas.axes):
         return zeros
     free = [jax.sharding.PartitionSpec.UNCONSTRAINED] * (one.ndim - len(replicas.axes))
