@@ -12,7 +12,7 @@ DEFAULT_ROWS: dict[str, tuple[str, ...]] = {
         "8B, one row", "8B", "8B, two replicas of one row", "experts",
     ),
     "test_every_optimizer_keeps_places_and_memory_and_compiles_once": (
-        "adamw_clip", "sm3", "adafactor", "masked", "multi_transform", "multi_steps",
+        "sm3", "adafactor", "multi_transform", "multi_steps",
         "apply_if_finite", "schedule_free", "lbfgs",
     ),
     "test_models_train_as_on_one_device": (
@@ -21,11 +21,10 @@ DEFAULT_ROWS: dict[str, tuple[str, ...]] = {
     "test_loss_and_gradients_stay_the_same": (
         "few-key-heads-tp8", "fused-dp2-tp4-sequence",
     ),
-    "test_loss_gradients_and_updates_are_those_of_the_plain_loop": (
-        "{'fsdp': 2, 'ep': 2, 'tp': 2}-0.5-True-4",
-    ),
+    "test_loss_gradients_and_updates_are_those_of_the_plain_loop": (),
     "test_kinds_of_attention_and_of_layers_train_as_on_one_device": (
         "latent-{'pp': 2, 'fsdp': 2, 'tp': 2}",
+        "biased-{'ep': 2, 'cp': 2, 'tp': 2}",
     ),
     "test_compiled_for_gpus_two_all_to_alls_or_none_and_no_gather": ("{'ep': 4, 'tp': 2}",),
     "test_layers_gathered_ahead_have_the_gradients_of_one_device": (
@@ -43,13 +42,13 @@ DEFAULT_ROWS: dict[str, tuple[str, ...]] = {
         "nnx-AxisType.Explicit-AxisType.Auto",
     ),
     "test_constraints_say_where_things_lie_and_not_what_they_are": (
-        "llama-dp2-tp2x2-sp", "gpt2-tp8-sp",
+        "llama-dp2-tp2x2-sp",
     ),
     "test_a_strangers_model_has_the_numbers_of_one_device": ("remat-cp2-tp2-fsdp2", "packed-cp8"),
     "test_init_sharded_gives_the_numbers_of_one_device": ("linen_scan", "nnx"),
     "test_the_gpu_program_moves_the_floor": ("8-sp",),
     "test_stages_give_the_numbers_of_one_layer_after_the_other": (
-        "7 layers over 4", "2 rounds of 6 layers", "zero 3", "rounds, gathered once",
+        "7 layers over 4", "2 rounds of 6 layers", "rounds, gathered once",
     ),
     "test_any_branches_give_the_numbers_of_one_after_the_other": ("kinds3-2-4",),
     "test_the_gpu_program_moves_the_floor_and_what_the_reason_says": ("by_unpacking-tokens0",),
@@ -80,6 +79,7 @@ DEFAULT_ROWS: dict[str, tuple[str, ...]] = {
     "test_the_step_is_shorter_and_no_bigger_than_the_default": (),
     "test_each_layer_is_gathered_once_each_way_in_the_type_of_products": (),
     "test_scanned_with_a_loss_inside": (),
+    "test_heads_that_do_not_divide_still_agree": (),
     "test_the_best_split_is_compiled": (),
     "test_weights_of_one_more_layer_and_gradients_of_one_are_alive": (),
     "test_a_preset_moves_the_floor_and_nothing_else": (),
