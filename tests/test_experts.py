@@ -189,7 +189,6 @@ KINDS = [
     (LATENT, {"fsdp": 2, "ep": 2, "tp": 2}),
     (LATENT, {"pp": 2, "fsdp": 2, "tp": 2}),
     (LATENT, {"pp": 2, "cp": 2, "tp": 2}),
-    (LATENT, {"cp": 2, "tp": 2}),
     (BIASED, {"ep": 2, "cp": 2, "tp": 2}),
 ]
 KIND_IDS = [f"{'latent' if c is LATENT else 'biased'}-{sizes}" for c, sizes in KINDS]

@@ -97,7 +97,6 @@ def test_loss_and_gradients_are_those_of_one_device(name, sizes):
     ("name", "sizes", "options"),
     [
         ("llama", {"cp": 2, "tp": 2, "fsdp": 2}, {"zero": 3, "num_micro": 2}),
-        ("llama", {"cp": 4, "tp": 2}, {"zero": 3}),
         ("llama", {"pp": 2, "cp": 2, "tp": 2}, {"zero": 2}),
     ],
     ids=str,

@@ -177,6 +177,12 @@ def test_constraints_are_plain_pins():
         assert all(line.count("==") == 1 and "/" not in line for line in pins)
 
 
+def test_the_gate_runs_every_leg():
+    gate = (ROOT / ".ci" / "run").read_text()
+    legs = {f"tests/legs/{path.name}" for path in (ROOT / "tests" / "legs").glob("test_*.py")}
+    assert {leg for leg in legs if leg not in gate} == set()
+
+
 def quickstart(folder, *arguments, **variables):
     tiny = ["--steps", "4", "--batch-size", "4", "--seq-len", "16", "--eval-windows", "8"]
     command = [

@@ -36,7 +36,7 @@ def test_thresholds_are_reached(name):
     ("name", "sizes", "options"),
     [
         ("gpt2", {"cp": 4, "tp": 1, "dp": 2}, {"num_micro": 2}),
-        ("llama", {"cp": 4, "tp": 2}, {"sequence_parallel": True, "zero": 2}),
+        ("llama", {"cp": 4, "tp": 2}, {"sequence_parallel": True, "zero": 3}),
         ("llama", {"cp": 8, "tp": 1}, {}),
         ("llama", {"fsdp": 2, "cp": 4, "tp": 1}, {"zero": 1}),
     ],
