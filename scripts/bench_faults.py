@@ -8,8 +8,8 @@ How fast processes notice each other's loss is measured where that is tested, wi
 `pytest -s tests/legs/test_processes.py tests/legs/test_kill.py` prints it.
 
 Expect: a folder refused and taken over within a second on one machine; folders of weights that lie
-refused in milliseconds; a step that waits for a save
-a small share of the time that the save takes; memory and open files of a run flat over its steps.
+refused in milliseconds; a step that waits for a save a small share of the time that the save takes;
+memory and open files of a run flat over its steps.
 """
 
 import dataclasses

@@ -105,6 +105,10 @@ def test_run_that_could_not_write_checkpoints_does_not_start(tmp_path):
     (tmp_path / "run" / "checkpoints").write_text("")
     with pytest.raises(BadCheckpoint, match=r"TP090 at .*checkpoints: is a file"):
         train.run(Config(steps=1, run=Run(folder=tmp_path / "run")), say=print)
+    (tmp_path / "scratch").symlink_to("/not/mounted")
+    settings = Run(folder=tmp_path / "other", checkpoints=str(tmp_path / "scratch"))
+    with pytest.raises(BadCheckpoint, match=r"is a link to /not/mounted, which is not there"):
+        train.run(Config(steps=1, run=settings), say=print)
 
 
 def test_stages_of_two_kinds_train_as_one_device(tmp_path):

@@ -17,6 +17,7 @@ REMEDIES = {
     errno.ENOENT: "the folder has been moved or deleted, or none can be made there: put it "
     "back, or choose another run.folder",
     errno.EEXIST: "there is a file of that name: move it away, or choose another run.folder",
+    errno.EISDIR: "there is a folder of that name: move it away, or choose another run.folder",
     errno.ENOTDIR: "a part of the path is a file: move it away, or choose another run.folder",
     errno.ESTALE: "mount the disk again: its server has lost the folder",
     errno.ENOTCONN: "mount the disk again: the program that serves it has ended",

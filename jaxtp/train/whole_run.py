@@ -202,17 +202,24 @@ def _probe(config: Config, say: _Speaker) -> None:
 
 def _check_folder(checkpoints: Checkpoints, config: Config) -> None:
     """Refuses to start anew over checkpoints, or where none could be written in the end."""
-    if checkpoints.folder.exists() and not checkpoints.folder.is_dir():
+    folder = checkpoints.folder
+    if folder.exists() and not folder.is_dir():
         raise BadCheckpoint(
             "is a file, where the run's checkpoints go",
-            where=str(checkpoints.folder),
+            where=str(folder),
             fix="move it away, or choose another run.folder",
+        )
+    if isinstance(folder, Path) and folder.is_symlink() and not folder.exists():
+        raise BadCheckpoint(
+            f"is a link to {folder.readlink()}, which is not there",
+            where=str(folder),
+            fix="mount the disk or make the folder that it names, or choose another run.folder",
         )
     steps = checkpoints.steps()
     if steps and not config.run.resume:
         raise BadCheckpoint(
             f"there are checkpoints up to step {steps[-1]}, and run.resume is off",
-            where=str(checkpoints.folder),
+            where=str(folder),
             fix="choose another run.folder, or turn run.resume on",
         )
 
