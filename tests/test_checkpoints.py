@@ -22,7 +22,7 @@ import jaxtp
 from jaxtp import Checkpoints
 from jaxtp.errors import BadCheckpoint, CheckpointMismatch, JaxtpWarning
 from jaxtp.io import checkpoint_arrays
-from jaxtp.io.checkpoint_metadata import About
+from jaxtp.io.checkpoint_metadata import About, Summary
 from jaxtp.io.fingerprint import fingerprints
 from jaxtp.mesh.build import make_mesh
 
@@ -197,6 +197,16 @@ def test_damaged_checkpoint_is_skipped(tmp_path, damage):
     checkpoints.close()
 
 
+def test_only_numbers_are_steps(tmp_path):
+    for name in ("²", "٣", "007", "1.set-aside", "5"):
+        (tmp_path / name).mkdir()
+    assert Checkpoints(tmp_path).steps() == [5]
+    (tmp_path / "5" / "jaxtp").mkdir()
+    for text in ("", "[1]", "[" * 100_000, '{"format": 2, "origin": {"mesh": {"dp": "x"}}}'):
+        (tmp_path / "5" / "jaxtp" / "metadata").write_text(text)
+        assert Summary.of_newest(tmp_path) is None
+
+
 def test_unfinished_checkpoint_is_skipped_and_cleared_away(tmp_path):
     checkpoints = saved(tmp_path, 2)
     shutil.copytree(tmp_path / "2", tmp_path / "4.orbax-checkpoint-tmp")
@@ -281,7 +291,8 @@ def test_note_is_plain_json(tmp_path):
 def test_no_flipped_bit_of_what_describes_a_checkpoint_goes_unnoticed(tmp_path):
     checkpoints, like = saved(tmp_path, 2), tree_on(make_mesh(tp=8), "tp")
     folder, chance = tmp_path / "2", random.Random(0)
-    note = About.read(folder)
+    note, summary = About.read(folder), Summary.of_newest(tmp_path)
+    assert summary.mesh == note.origin["mesh"]
     text = (folder / "jaxtp" / "metadata").read_bytes()
     origin = range(8 * text.index(b'"origin"'), 8 * text.index(b'"extra"'))
     for bit in [*chance.sample(range(8 * len(text)), 100), *chance.sample(origin, 50)]:
@@ -290,6 +301,7 @@ def test_no_flipped_bit_of_what_describes_a_checkpoint_goes_unnoticed(tmp_path):
         (folder / "jaxtp" / "metadata").write_bytes(harmed)
         with contextlib.suppress(BadCheckpoint):
             assert About.read(folder) == note  # 1e-5 may be spelled 1E-5
+        assert Summary.of_newest(tmp_path) in (None, summary)
     (folder / "jaxtp" / "metadata").write_bytes(text)
 
     for path in folder.glob("state/*"):

@@ -61,12 +61,12 @@ class About:
         handler: Any = ocp.JsonCheckpointHandler()
         with reading(folder):
             data = dict(handler.restore(folder / ITEM))
-            digest = data.pop("digest", None)
             if data["format"] > FORMAT:
                 raise damaged(folder, "it was written by a newer jaxtp")
-            if digest != _digest(data) and (data["format"], digest) != (1, None):
+            if not _is_as_written(data):
                 raise damaged(folder, f"{ITEM}/metadata is not what was written")
             del data["format"]
+            data.pop("digest", None)
             plan = data.pop("plan")
             return cls(plan=plan and Plan.from_json(json.dumps(plan)), **data)
 
@@ -91,13 +91,19 @@ class Summary:
 
     @classmethod
     def of_newest(cls, folder: Folder) -> "Summary | None":
-        """Of the newest checkpoint below a folder of them; None if there is none to be read."""
-        steps = sorted((int(p.name) for p in folder.glob("*") if p.name.isdigit()), reverse=True)
-        for step in steps:
+        """Of the newest checkpoint below a folder of them; None if there is none to be read.
+
+        One whose note is damaged is skipped here as in `restore`.
+        """
+        for step in reversed(stores.steps_in(folder)):
             if not stores.is_complete(folder / str(step)):
                 continue
-            with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
+            with contextlib.suppress(
+                OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError
+            ):
                 data = json.loads((folder / str(step) / ITEM / "metadata").read_text())
+                if not _is_as_written(data):
+                    continue
                 origin, mesh = data["origin"], dict(data["origin"]["mesh"])
                 return cls(
                     step=step,
@@ -107,6 +113,13 @@ class Summary:
                     settings=dict(data["extra"].get("settings", {})),
                 )
         return None
+
+
+def _is_as_written(data: Mapping[str, Any]) -> bool:
+    """Whether an object has the digest of what is in it; those of format 1 have none."""
+    digest = data.get("digest")
+    rest = {name: value for name, value in data.items() if name != "digest"}
+    return (data["format"], digest) == (1, None) or digest == _digest(rest)
 
 
 def _digest(data: Mapping[str, Any]) -> str:

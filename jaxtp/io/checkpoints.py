@@ -99,8 +99,8 @@ class Checkpoints:
         """
         self.wait()
         with _reaching(self.folder):
-            found = [path for path in self.folder.glob("*") if path.name.isdigit()]
-            return sorted(int(path.name) for path in found if stores.is_complete(path))
+            found = stores.steps_in(self.folder)
+            return [step for step in found if stores.is_complete(self.folder / str(step))]
 
     def save(
         self,
@@ -250,10 +250,9 @@ class Checkpoints:
 
     def _unfinished(self) -> list[Any]:
         """What a process that died while it wrote has left behind."""
-        found = [path for path in self.folder.glob("*") if path.name.isdigit()]
-        return [path for path in found if not stores.is_complete(path)] or list(
-            self.folder.glob(f"*{UNFINISHED}*")
-        )
+        found = [self.folder / str(step) for step in stores.steps_in(self.folder)]
+        found = [path for path in found if not stores.is_complete(path)]
+        return [*found, *self.folder.glob(f"*{UNFINISHED}*")]
 
     def _open(self) -> ocp.CheckpointManager:
         """Makes room for what comes after the restored step, and lets Orbax manage the folder."""

@@ -92,6 +92,12 @@ def is_complete(checkpoint: Folder) -> bool:
     return not is_remote(checkpoint) or (checkpoint / COMMITTED).exists()
 
 
+def steps_in(folder: Folder) -> list[int]:
+    """The numbers of the checkpoints below a folder, complete or not, in order."""
+    names = [path.name for path in folder.glob("*")]
+    return sorted(int(name) for name in names if re.fullmatch("0|[1-9][0-9]*", name))
+
+
 def sizes(folder: Folder) -> dict[str, int]:
     """Bytes of every file below a folder, by its path from there; asks a store once."""
     if isinstance(folder, Path):

@@ -96,7 +96,7 @@ def _devices_each(launch: Launch | None, environ: Mapping[str, str]) -> int | No
         return gpus
     pinned = environ.get("JAX_NUM_CPU_DEVICES", "")
     flag = environ.get("XLA_FLAGS", "").rpartition("--xla_force_host_platform_device_count=")[2]
-    return next((int(n) for n in (pinned, flag.partition(" ")[0]) if n.isdigit()), None)
+    return next((int(n) for n in (pinned, flag.partition(" ")[0]) if n.isdecimal()), None)
 
 
 def _holds(config: Config, before: Summary, num_devices: int) -> bool:

@@ -109,4 +109,4 @@ def num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
 
 def _natural(name: str) -> list[tuple[int, str]]:
     """A sort key with layer 2 before layer 10."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split(".")]
