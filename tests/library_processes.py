@@ -23,6 +23,9 @@ def main(mode, process, port):
     mesh = jaxtp.make_mesh(tp=1 if mode == "local" else 2, dp=-1)
     plan = jaxtp.make_plan(params, mesh, overrides=overrides)
     state = jaxtp.shard(params, mesh, plan=plan)
+    if mode == "seed":
+        keys = jax.random.split(jax.random.key(process))
+        jaxtp.init_sharded(lambda: {"w": jax.random.normal(keys[0], (8, 8))}, None, mesh)
     step = jaxtp.jit_step(
         lambda s, b: (jax.tree.map(lambda x: x + 1, s), b["x"].sum()), state, mesh
     )

@@ -6,6 +6,7 @@ argument that could tell XLA where to put them. The compiled functions here say 
 
 import contextlib
 import inspect
+import re
 import sys
 from collections.abc import Callable, Generator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ from jaxtp.mesh.build import (
 )
 from jaxtp.placement.arrays import place, plan_for
 from jaxtp.placement.boxes import refuse_names
+from jaxtp.placement.replicas import check_agreement
 from jaxtp.placement.train_state import Overrides, Slot, array_slots, follow, plan_slots, slots
 from jaxtp.plan.decisions import Plan
 from jaxtp.plan.stored_form import pad
@@ -67,6 +69,7 @@ def init_sharded(
     Raises:
         BadTree: TP046, if the optimizer or the function is something else.
         BadSpec: TP044, if the model is annotated with axes that the ambient mesh lacks.
+        ProcessesDisagree: TP014, if processes would make other parameters, of another seed.
         JaxtpError: whatever `jaxtp.shard` raises.
     """
     _check_arguments(init_fn, tx, mesh)
@@ -234,4 +237,10 @@ def _compute(
         return [pad(leaf, found[path].padding) for path, leaf in leaves(make(*args))]
 
     shardings = [NamedSharding(mesh, partition_spec(found[path].spec)) for path in result.values]
+    if jax.process_count() > 1:
+        # Each process computes its own shards, so that of another seed only a part would be there.
+        closed = jax.make_jaxpr(flat)(*args)
+        program = re.sub(r"0x[0-9a-f]+", "", str(closed))
+        consts = {f"constant {n}": value for n, value in enumerate(closed.consts)}
+        check_agreement({"program that makes the state": program}, consts)
     return result.like(jax.jit(flat, out_shardings=shardings)(*args))

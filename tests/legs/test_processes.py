@@ -453,9 +453,9 @@ exit $code
     assert (runs.root / "queued").read_text().startswith("requeue ")
 
 
-@pytest.mark.parametrize("mode", ["local", "batch", "params", "plan"])
+@pytest.mark.parametrize("mode", ["local", "batch", "params", "plan", "seed"])
 def test_a_library_program_compares_what_its_processes_give(mode):
-    """Batches, parameters and plans that differ are said by all; local rows make a global batch."""
+    """What differs is said by all, a seed of `init_sharded` too; local rows make a global batch."""
     script = Path(__file__).parents[1] / "library_processes.py"
     with socket.socket() as free:
         free.bind(("localhost", 0))
