@@ -12,6 +12,7 @@ from test_by_dataflow import INNER, WIDTH, Block, Model
 from test_half_batches import BATCH, TOKENS, barriers, three_updates, with_loss
 
 import jaxtp
+from jaxtp.activations.ahead.beside import with_arrived
 from jaxtp.activations.by_dataflow import parallelize
 
 
@@ -158,6 +159,26 @@ def test_gradients_without_jit_and_of_custom_rules(fn):
 
 def mlp(x, w):
     return x + jax.nn.relu(x @ w["up"]) @ w["down"], None
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_what_moves_beside_a_layer_has_arrived_at_its_last_product_but_gradients(again):
+    def layer(x, w):
+        return mlp(x, w)[0]
+
+    def backward(x, w):
+        return jax.vjp(jax.checkpoint(layer) if again else layer, x, w)[1](x)
+
+    args = jnp.ones((8, 16)), {"up": jnp.ones((16, 64)), "down": jnp.ones((64, 16))}
+    traced = jax.make_jaxpr(functools.partial(with_arrived, backward))(args, jnp.ones(3))
+    names = [one.primitive.name for one in traced.eqns]
+    assert names.count("optimization_barrier") == (not again)
+    if not again:
+        before = names[: names.index("optimization_barrier")]
+        assert before.count("dot_general") == names.count("dot_general") - 1
+    got, beside = with_arrived(backward, args, jnp.ones(3))
+    assert_close(jax.tree.leaves(got), jax.tree.leaves(backward(*args)), 64)
+    assert (beside == 1).all()
 
 
 def column(x, w):
