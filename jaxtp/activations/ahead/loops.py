@@ -19,7 +19,8 @@ def in_pairs(turns: int, body: Callable[[jax.Array | int, Any], Any], carry: Any
     def pair(j: jax.Array, carry: Any) -> Any:
         return body(2 * j + 1, body(2 * j, carry))
 
-    carry = lax.fori_loop(0, turns // 2, pair, carry)
+    if turns > 1:
+        carry = lax.fori_loop(0, turns // 2, pair, carry)
     return body(turns - 1, carry) if turns % 2 else carry
 
 
