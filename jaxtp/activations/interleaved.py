@@ -45,14 +45,14 @@ class Stop:
     """Where a half waits, with what it hands over.
 
     Attributes:
-        why: "enter" in front of products, "leave" with the parts of a sum, "call" at an equation
-            that both halves enter together, "end".
+        why: "begin" in front of everything, "enter" in front of products, "leave" with the parts of
+            a sum, "call" at an equation that both halves enter together, "end".
         arrays: Handed over.
         frame: Where.
         equation: At which.
     """
 
-    why: Literal["enter", "leave", "call", "end"]
+    why: Literal["begin", "enter", "leave", "call", "end"]
     arrays: list[Any]
     frame: HalfFrame | None = None
     equation: Any = None
@@ -78,10 +78,17 @@ class HalfRun:
 
 
 class HalvesInTurns:
-    """Runs programs on both halves."""
+    """Runs programs on both halves.
 
-    def __init__(self, placer: HalfPlacer) -> None:
-        self._placer = placer
+    Args:
+        placer: Runs single equations.
+        behind: Whether the second half begins behind the first one's first products, so that what
+            it takes may still be on its way. Else XLA merges the norms of both halves, and the
+            first one's products wait for it, too.
+    """
+
+    def __init__(self, placer: HalfPlacer, *, behind: bool = False) -> None:
+        self._placer, self._behind = placer, behind
 
     def both(
         self, scope: Scope, halves: Halves, args: Sequence[Pair]
@@ -101,7 +108,7 @@ class HalvesInTurns:
             known |= {v: pair[n] for v, pair in zip(scope.jaxpr.invars, args, strict=True)}
             tops.append(known)
             runs.append(self._program(side, scope, halves, known, once))
-        stops = [_next(run) for run in runs]
+        stops = [_next(runs[0]), Stop("begin", []) if self._behind else _next(runs[1])]
         me = 0
         while any(stop.why != "end" for stop in stops):
             if all(stop.why == "call" for stop in stops):
@@ -111,6 +118,11 @@ class HalvesInTurns:
                 continue
             other = 1 - me
             message = stops[other] if stops[other].why == "leave" else None
+            if stops[me].why == "begin":
+                stops[me] = _next(runs[me])
+                # Backward this is where the turn ends: what the half sends there moves beside the
+                # other's products.
+                _barrier(sides, stops, barrier=_backward_only)
             if stops[me].why == "enter":
                 stops[me] = _next(runs[me])
             if message:
@@ -118,7 +130,10 @@ class HalvesInTurns:
                 # In its own type: `jnp.sum` would add and send float32.
                 stops[other] = _next(runs[other], jax.lax.reduce_sum(parts, (0,)))
             if any(stop.why != "end" for stop in stops):
-                _barrier(sides, stops)
+                if stops[1].why == "begin":
+                    _barrier(sides, stops, _floats(scope, halves, tops[1]), _forward_only)
+                else:
+                    _barrier(sides, stops)
             me = other
         return list(zip(stops[0].arrays, stops[1].arrays, strict=True)), tops
 
@@ -272,8 +287,20 @@ def _next(run: Run, value: Any = None) -> Stop:
         return Stop("end", end.value)
 
 
-def _barrier(sides: Sequence[HalfRun], stops: Sequence[Stop]) -> None:
-    """Everything alive of both halves waits for all of it."""
+def _barrier(
+    sides: Sequence[HalfRun],
+    stops: Sequence[Stop],
+    late: Sequence[tuple[Any, Any]] = (),
+    barrier: Callable[[list[Any]], list[Any]] = jax.lax.optimization_barrier,
+) -> None:
+    """Everything alive of both halves waits for all of it.
+
+    Args:
+        sides: The halves.
+        stops: Where they wait.
+        late: Further arrays that do, by what holds them.
+        barrier: How they wait.
+    """
     places: list[tuple[Any, Any]] = []
     for side, stop in zip(sides, stops, strict=True):
         for frame in side.frames:
@@ -285,6 +312,7 @@ def _barrier(sides: Sequence[HalfRun], stops: Sequence[Stop]) -> None:
                 (frame.copies, v) for v in frame.copies if frame.last_use[v] >= frame.position
             ]
         places += [(stop.arrays, n) for n in range(len(stop.arrays))]
+    places += late
     arrays: dict[int, Any] = {}
     for holder, key in places:
         for x in jax.tree.leaves(holder[key]):
@@ -292,10 +320,38 @@ def _barrier(sides: Sequence[HalfRun], stops: Sequence[Stop]) -> None:
                 arrays[id(x)] = x
     if not arrays:
         return
-    behind = dict(zip(arrays, jax.lax.optimization_barrier(list(arrays.values())), strict=True))
+    behind = dict(zip(arrays, barrier([*arrays.values()]), strict=True))
     for holder, key in places:
         if id(holder[key]) in behind:
             holder[key] = behind[id(holder[key])]
+
+
+@jax.custom_jvp
+def _forward_only(arrays: list[Any]) -> list[Any]:
+    """A barrier, of whose derivative nothing waits."""
+    return jax.lax.optimization_barrier(arrays)
+
+
+@_forward_only.defjvp
+def _forward_jvp(primals: Any, tangents: Any) -> Any:  # pyright: ignore[reportUnusedFunction]
+    return _forward_only(*primals), tangents[0]
+
+
+@jax.custom_jvp
+def _backward_only(arrays: list[Any]) -> list[Any]:
+    """Nothing, of whose derivative all waits for all."""
+    return arrays
+
+
+@_backward_only.defjvp
+def _backward_jvp(primals: Any, tangents: Any) -> Any:  # pyright: ignore[reportUnusedFunction]
+    return _backward_only(*primals), jax.lax.optimization_barrier(tangents[0])
+
+
+def _floats(scope: Scope, halves: Halves, known: dict[Any, Any]) -> list[tuple[Any, Any]]:
+    """What a half takes, as places of arrays."""
+    taken = [var for var in scope.jaxpr.invars if halves.where(var)]
+    return [(known, var) for var in taken if jnp.issubdtype(known[var].dtype, jnp.inexact)]
 
 
 def _last_use(scope: Scope) -> dict[Any, int]:

@@ -66,7 +66,7 @@ def test_a_scanned_model_not_ours_gathers_and_reduces_each_layer_once(case, busy
 
 
 def test_an_unrolled_model_not_ours_gathers_ahead_too():
-    case = comm_others.Case(model="nnx_loop", fsdp=8, num_layers=8)
+    case = comm_others.Case(model="nnx_loop", fsdp=8, num_layers=12)
     report = case.report("aggressive")
     (network,) = (link for link in report.links if link.name == "network")
     assert network.busy_seconds <= comm_others.MOST_WIRE * network.needed_seconds

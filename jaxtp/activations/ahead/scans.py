@@ -9,6 +9,7 @@ on two halves of a replica's rows in turns, if the rows halve and a sum in it ca
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -287,7 +288,7 @@ class _Finder:
         """Finds layers without a loop; gives the positions of their equations."""
         closed = {position for position in scope.calls if self._has_loop(scope, position)}
         cut = Cut(self._replicas(), self.rows, self.pieces)
-        finder = ChainFinder(self.whole, cut, self._body, self.sharded)
+        finder = ChainFinder(self.whole, cut, partial(self._body, behind=True), self.sharded)
         chains, taken = finder.search(scope, part, closed)
         self.left += finder.left
         self.met |= finder.met & self.sharded
@@ -367,11 +368,11 @@ class _Finder:
         whole = self.whole
         return Replicas(ActivePlan(whole.plan.mesh, sequence_parallel=False, mesh=whole.mesh))
 
-    def _body(self, inner: Scope, halves: Halves) -> Body:
+    def _body(self, inner: Scope, halves: Halves, *, behind: bool = False) -> Body:
         """A scan's body on one replica, or on both halves of its rows in turns."""
         placer = self.placer
         if self.pieces == 2:
-            turns = HalvesInTurns(placer)
+            turns = HalvesInTurns(placer, behind=behind)
             return lambda given: [tuple(one) for one in turns.body(inner, halves, *given)]
         return lambda given: [(one,) for one in placer.run(inner, [one for (one,) in given])]
 
