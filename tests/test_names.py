@@ -308,3 +308,10 @@ def test_what_enters_and_what_leaves_have_the_residual_stream_outside():
     """Of a state-space mixer without a name that says so: 1024 is where both begin and end."""
     shapes = {"in_proj": (1024, 4384), "out_proj": (2048, 1024), "decay": (32,)}
     assert set(dims_of(shapes).values()) == {None}
+
+
+def test_attention_of_all_layers_without_a_norm():
+    """Keys of four dims: nothing but their shapes tells that the first one counts layers."""
+    shapes = dict.fromkeys(("attn/q", "attn/k", "attn/v"), (12, 64, 8, 16))
+    dims = dims_of({**shapes, "attn/o": (12, 8, 16, 64), "cache/k": (12, 4, 32, 8, 16)})
+    assert dims == {"attn/q": 2, "attn/k": 2, "attn/v": 2, "attn/o": 1, "cache/k": 3}

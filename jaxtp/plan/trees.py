@@ -213,7 +213,7 @@ def leaves(tree: PyTree) -> list[tuple[str, Any]]:
 
 def _flattened(
     tree: PyTree, is_leaf: Callable[[Any], bool] | None = None
-) -> tuple[list[tuple[tuple[KeyEntry, ...], Any]], Any]:
+) -> tuple[list[tuple[tuple[Any, ...], Any]], Any]:
     """The leaves of a tree with their keys, and its structure."""
     try:
         return jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)

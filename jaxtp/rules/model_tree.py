@@ -332,6 +332,22 @@ def _mark_stacks(
             leaf.mark_stack(found[0])
         elif _looks_stacked(leaf, dims):
             leaf.mark_stack(0)
+    _mark_stacked_attention(leaves)
+
+
+def _mark_stacked_attention(leaves: Iterable[Leaf]) -> None:
+    """Without norms to go by: keys of four dims count layers, as no heads need more than three."""
+    beside: defaultdict[str, list[Leaf]] = defaultdict(list)
+    for leaf in leaves:
+        if leaf.layer is None and leaf.name.word in (Word.Q, Word.K, Word.V, Word.O):
+            beside[leaf.name.stem.rpartition("/")[0]].append(leaf)
+    for items in beside.values():
+        kernels = [leaf for leaf in items if not leaf.name.bias]
+        words = {leaf.name.word for leaf in kernels if len(leaf.param.shape) == 4}
+        first = {leaf.param.shape[:1] for leaf in items}
+        if {Word.Q, Word.K, Word.V} <= words and len(first) == 1:
+            for leaf in items:
+                leaf.mark_stack(0)
 
 
 def _looks_stacked(leaf: Leaf, dims: ModelDims) -> bool:
