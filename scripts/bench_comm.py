@@ -341,6 +341,14 @@ STRATEGIES = (
     ),
     Strategy(model="llama3-8b", target="h100:8x8", batch=32, mesh={"dp": 8, "tp": 8}, limit=1.12),
     Strategy(
+        model="llama3-8b",
+        target="h100:8x8",
+        batch=32,
+        mesh={"dp": 8, "tp": 8},
+        limit=1.15,
+        changes=SEQUENCE_PARALLEL,
+    ),
+    Strategy(
         model="llama3-8b", target="h100:2x8", batch=32, mesh={"fsdp": 16, "tp": 1}, limit=1.05
     ),
     # Two sequences a replica and micro-batch; idle ticks are work here, the bubble is 10.5%.
@@ -385,6 +393,7 @@ def bound(compiler: Compiler) -> Section:
             },
         )
         mesh = " x ".join(f"{axis} {size}" for axis, size in one.mesh.items())
+        mesh += ", sequence" * bool(one.changes.get("communication.sequence_parallel"))
         for profile in ("auto", "aggressive"):
             case = Case(step=changed(step, {"communication.overlap": profile}), scheduler=profile)
             report = compiler(case)

@@ -50,7 +50,7 @@ DEFAULT_ROWS: dict[str, tuple[str, ...]] = {
     "test_stages_give_the_numbers_of_one_layer_after_the_other": (
         "7 layers over 4", "2 rounds of 6 layers", "rounds, gathered once",
     ),
-    "test_any_branches_give_the_numbers_of_one_after_the_other": ("kinds3-2-4",),
+    "test_any_branches_give_the_numbers_of_one_after_the_other": ("kinds3-2-8-True",),
     "test_the_gpu_program_moves_the_floor_and_what_the_reason_says": ("by_unpacking-tokens0",),
     "test_every_way_gives_the_same_numbers": ("by_slices-tokens1-True", "grouped-tokens4-False"),
     "test_experts_and_shared_sequences_on_one_mesh": ("False",),

@@ -40,8 +40,14 @@ ROWS = {
     "two layers, products kept": (GPT, {"fsdp": 8, "tp": 1}, 3, TWO, True),
     "replicas": (QWEN, {"dp": 8, "tp": 1}, 0, {"num_hidden_layers": 4}, False),
     "halves, all axes": (GPT, {"dp": 2, "fsdp": 2, "tp": 2}, 3, {}, True),
-    "halves of one layer": (QWEN, {"fsdp": 2, "tp": 4}, 3, {"num_hidden_layers": 1}, False),
-    "halves on replicas": (LLAMA, {"dp": 4, "tp": 2}, 0, {"num_hidden_layers": 2}, True),
+    "halves of one layer, sequence": (
+        QWEN,
+        {"fsdp": 2, "tp": 4},
+        3,
+        {"num_hidden_layers": 1},
+        False,
+    ),
+    "halves on replicas, sequence": (LLAMA, {"dp": 4, "tp": 2}, 0, {"num_hidden_layers": 2}, True),
 }
 
 
@@ -51,6 +57,7 @@ def test_layers_gathered_ahead_have_the_gradients_of_one_device(row):
     loss, params = loss_of(dataclasses.replace(config, **changes), 16, packed)
     want = jax.jit(jax.value_and_grad(loss))(params)
     plan, mesh, own_mesh = planned(dataclasses.replace(config, **changes), zero, **sizes)
+    plan = dataclasses.replace(plan, sequence_parallel=row.endswith("sequence"))
     with use_plan(plan, own_mesh), warnings.catch_warnings():
         warnings.simplefilter("error")
         got = jax.jit(jax.value_and_grad(loss))(shard(params, mesh, plan=plan))

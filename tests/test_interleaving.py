@@ -12,7 +12,7 @@ from flax import nnx
 
 from jaxtp.activations.by_name import active_plan, use_plan
 from jaxtp.config.presets import preset
-from jaxtp.errors import JaxtpWarning
+from jaxtp.errors import JaxtpWarning, NotInterleaved
 from jaxtp.layers import interleaving
 from jaxtp.mesh.axes import MeshShape
 from jaxtp.mesh.build import make_mesh, plan_mesh
@@ -131,16 +131,19 @@ def one_after_the_other(kinds, params, x, context):
 
 
 @pytest.mark.parametrize(
-    ("kinds", "num_layers", "num_tokens"),
+    ("kinds", "num_layers", "num_tokens", "sequence_parallel"),
     [
-        (["mix", "each"], 3, 6),
-        (["mix", "each"], 1, 5),  # no loop, and tokens that cannot be cut in two
-        (["mix"], 2, 6),
-        (["each", "each", "mix"], 2, 4),  # half A starts in the middle of a branch
+        (["mix", "each"], 3, 6, False),
+        (["mix", "each"], 1, 5, False),  # no loop, and tokens that cannot be cut in two
+        (["mix"], 2, 8, True),
+        (["each", "each", "mix"], 2, 8, True),  # half A starts in the middle of a branch
     ],
 )
-def test_any_branches_give_the_numbers_of_one_after_the_other(kinds, num_layers, num_tokens):
+def test_any_branches_give_the_numbers_of_one_after_the_other(
+    kinds, num_layers, num_tokens, sequence_parallel
+):
     params, plan = toy(kinds, num_layers)
+    plan = dataclasses.replace(plan, sequence_parallel=sequence_parallel)
     random = np.random.default_rng(1)
     x, weight = jnp.float32(random.normal(size=(2, 4, num_tokens, WIDTH)))
     context = {"gain": jnp.float32(random.normal(size=(4, num_tokens, 1)))}
@@ -212,14 +215,19 @@ def planned(config, dp, tp, **changes):
 
 
 @pytest.mark.parametrize(
-    ("config", "dp", "tp", "packed"),
-    [(LLAMA, 2, 4, True), (QWEN, 1, 8, False), (GPT, 1, 8, True), (GPT, 2, 4, False)],
-    ids=["llama-dp2-tp4-packed", "qwen-tp8", "gpt-tp8-packed", "gpt-dp2-tp4"],
+    ("config", "dp", "tp", "packed", "sequence_parallel"),
+    [
+        (LLAMA, 2, 4, True, False),
+        (QWEN, 1, 8, False, False),
+        (GPT, 1, 8, True, False),
+        (GPT, 2, 4, False, True),
+    ],
+    ids=["llama-dp2-tp4-packed", "qwen-tp8", "gpt-tp8-packed", "gpt-dp2-tp4-sequence"],
 )
-def test_models_give_the_numbers_of_one_device(config, dp, tp, packed):
+def test_models_give_the_numbers_of_one_device(config, dp, tp, packed, sequence_parallel):
     loss, params = loss_of(config, 4 * dp, packed)
     want = jax.jit(jax.value_and_grad(loss))(params)
-    plan, mesh, own_mesh = planned(config, dp, tp)
+    plan, mesh, own_mesh = planned(config, dp, tp, sequence_parallel=sequence_parallel)
     with use_plan(plan, own_mesh), warnings.catch_warnings():
         warnings.simplefilter("error")
         got = jax.jit(jax.value_and_grad(loss))(shard(params, mesh, plan=plan))
@@ -229,7 +237,6 @@ def test_models_give_the_numbers_of_one_device(config, dp, tp, packed):
 OBSTACLES = {
     "3 sequences on 1 replicas": (LLAMA, 8, 3, {}),
     "6 sequences on 2 replicas": (LLAMA, 4, 6, {}),
-    "sequence parallelism": (LLAMA, 8, 4, {"sequence_parallel": True}),
     "remat is 'none'": (dataclasses.replace(LLAMA, remat="none"), 8, 4, {}),
     "a row parameter with 4 parts on 8": (
         dataclasses.replace(LLAMA, num_attention_heads=12, num_key_value_heads=12), 8, 4, {},
@@ -253,6 +260,16 @@ def test_what_cannot_be_interleaved_says_why_and_runs_the_ordinary_way(reason):
     with use_plan(plan, own_mesh), pytest.warns(JaxtpWarning, match=f"TP073.*{reason}"):
         logits = jax.eval_shape(forward, params, tokens)
     assert logits.shape == (num_sequences, 8, 64)
+
+
+def test_sequences_that_devices_cannot_share_are_refused():
+    _, plan = toy(["mix"], 1)
+    plan = dataclasses.replace(plan, sequence_parallel=True)
+    with (
+        use_plan(plan, plan_mesh(make_mesh(tp=8), plan.mesh)),
+        pytest.raises(NotInterleaved, match="12 tokens on 8"),
+    ):
+        interleaving.interleave([], jnp.ones((2, 12, WIDTH)), {}, active_plan())
 
 
 @pytest.mark.parametrize(("tp", "asked"), [(8, "auto"), (8, "off"), (1, "auto")])

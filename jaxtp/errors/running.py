@@ -42,10 +42,10 @@ class NotInterleaved(JaxtpError, RuntimeError):
     Why it matters: they run one after the other instead, with the same numbers, and the all-reduces
     or gathers of the forward pass stay exposed. Models and `jaxtp.parallelize` warn with
     this text.
-    Example: one sequence per replica; sequence parallelism; pipeline stages, which gather once a
-    step; 12 heads on tp=8; experts; random numbers drawn in loops inside a layer, or in stages; a
-    batch that does not divide over the replicas. In `jaxtp.parallelize`: equations that mix rows of
-    the batch in front of products, weights sharded over fsdp, all products inside a custom
+    Example: one sequence per replica; pipeline stages, which gather once a step; 12 heads on tp=8;
+    experts; random numbers drawn in loops inside a layer, or in stages; a batch that does not
+    divide over the replicas. In `jaxtp.parallelize`: sequence parallelism, equations that mix rows
+    of the batch in front of products, weights sharded over fsdp, all products inside a custom
     derivative rule.
     Fix: an even number of sequences per replica, heads and widths that divide over all of tp, and
     `remat="block_outputs"`.

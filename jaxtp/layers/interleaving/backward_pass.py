@@ -6,9 +6,8 @@ has two to three times the work of the forward pass, so no part of it need be di
 """
 
 import functools
-import operator
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,27 +16,17 @@ from jax import lax
 from jaxtp.activations.ahead.beside import with_arrived
 from jaxtp.activations.ahead.loops import in_pairs, take
 from jaxtp.activations.ahead.weights import Weights
+from jaxtp.layers.interleaving.backward_turns import (
+    State,
+    add,
+    inputs_of,
+    last_branch,
+    one_layer,
+    put_layer,
+)
 from jaxtp.layers.interleaving.forward_pass import A, B, Params, Stack
 from jaxtp.layers.interleaving.partial_blocks import Context
 from jaxtp.plan.trees import PyTree
-
-
-class State(NamedTuple):
-    """What goes from layer to layer.
-
-    Attributes:
-        halves: Cotangent of each half's residual stream.
-        message: Half A's, for the first branch of the layer behind, (W, batch, tokens, width).
-        norms: Gradients of the norms' parameters of every branch, stacked over layers.
-        blocks: Of the blocks', likewise; with several replicas as `Weights` collects them.
-        first: Of the first branch's norm in half A, which a layer leaves to the one before it.
-    """
-
-    halves: list[jax.Array]
-    message: jax.Array
-    norms: list[PyTree]
-    blocks: list[PyTree]
-    first: PyTree
 
 
 def backward(
@@ -57,19 +46,23 @@ def backward(
         cotangents: Of both halves behind the last layer.
     """
     last = kept[A][0].shape[0] - 1
-    layer = functools.partial(_layer, stack, params, kept, contexts)
-    norms = [jax.tree.map(jnp.zeros_like, norm) for norm, _ in params]
+    layer = functools.partial(one_layer, stack, params, kept, contexts)
+    norms = [jax.tree.map(stack.stream.by_device, norm) for norm, _ in params]
     # Behind the last layer there is no other; its message is zero, and what comes of it.
-    message = stack.ways.copies(jnp.zeros_like(cotangents[A]))
-    state = State(list(cotangents), message, norms, _collected(stack, params), norms[0])
+    message = stack.stream.no_parts(cotangents[A])
+    ready = []
+    if stack.stream.is_sharded:
+        ready = inputs_of(stack, *last_branch(params, kept, last), cotangents[B])
+    blocks = _collected(stack, params)
+    state = State(list(cotangents), message, ready, norms, blocks, norms[0])
     if stack.weights is None:
 
         def body(turn: jax.Array, state: State) -> State:
             index = last - turn
             own = [take(block, index) for _, block in params]
-            state, blocks = layer(state, own, index)
+            state, blocks, _ = layer(state, own, index)
             pairs = zip(state.blocks, blocks, strict=True)
-            return state._replace(blocks=[_put(all_, one, index) for all_, one in pairs])
+            return state._replace(blocks=[put_layer(all_, one, index) for all_, one in pairs])
 
         state = lax.fori_loop(0, last + 1, body, state)
         blocks = state.blocks
@@ -77,9 +70,10 @@ def backward(
         state = _one_behind(stack, stack.weights, params, layer, state, last)
         pairs = zip(stack.weights, state.blocks, params, strict=True)
         blocks = [weights.finish(found, block) for weights, found, (_, block) in pairs]
-    _, pull = jax.vjp(functools.partial(stack.norm, 0), take(params[0][0], 0), kept[A][0][0])
-    first, dx = pull(stack.ways.total(state.message))
-    norms = [_add(state.norms[0], _put(state.first, first, 0)), *state.norms[1:]]
+    total = stack.stream.total(state.message)
+    first, dx = stack.pull_norm(0, take(params[0][0], 0), kept[A][0][0], total)
+    norms = [add(state.norms[0], put_layer(state.first, first, 0)), *state.norms[1:]]
+    norms = [jax.tree.map(stack.stream.sum_devices, norm) for norm in norms]
     return list(zip(norms, blocks, strict=True)), [state.halves[A] + dx, state.halves[B]]
 
 
@@ -95,7 +89,7 @@ def _one_behind(
     stack: Stack,
     all_weights: tuple[Weights, ...],
     params: Params,
-    layer: Callable[..., tuple[State, list[PyTree]]],
+    layer: Callable[..., tuple[State, list[PyTree], PyTree]],
     state: State,
     last: int,
 ) -> State:
@@ -120,7 +114,10 @@ def _one_behind(
         (state, own, partial), shards = lax.optimization_barrier((carry, shards))
         preceding = stack.gather(shards) if shards else []
         args = state, own_of(own, index), index
-        (state, partial), behind = with_arrived(layer, args, reduced(partial))
+        if stack.stream.is_sharded:
+            state, partial, behind = layer(*args, partial)
+        else:
+            (state, partial, _), behind = with_arrived(layer, args, reduced(partial))
         state = put(state, behind, index + 1)
         return lax.optimization_barrier((state, preceding, partial))
 
@@ -131,81 +128,9 @@ def _one_behind(
         alive = (state, own, stack.shards(params, last - 1))
         state, own, shards = lax.optimization_barrier(alive)
         preceding = stack.gather(shards)
-    state, partial = layer(state, own_of(own, last), last)
+    state, partial, _ = layer(state, own_of(own, last), last)
     if last:
         carry = lax.optimization_barrier((state, preceding, partial))
         carry = in_pairs(last - 1, body, carry)
         state, _, partial = body(last - 1, carry, final=True)
     return put(state, reduced(partial), 0)
-
-
-def _layer(
-    stack: Stack,
-    params: Params,
-    kept: list[list[jax.Array]],
-    contexts: list[Context],
-    state: State,
-    own: list[PyTree],
-    index: jax.Array | int,
-) -> tuple[State, list[PyTree]]:
-    """One layer; half A's last message is left to the layer in front.
-
-    Args:
-        stack: See `backward`.
-        params: See there.
-        kept: See there.
-        contexts: See there.
-        state: Behind the layer.
-        own: The weights of its blocks, by branch.
-        index: Which layer.
-
-    Returns:
-        The state in front of it, and gradients of its blocks, by branch and replica.
-    """
-    # Branches of this layer, and the first one of the layer behind, where half A's message is for.
-    behind = jnp.minimum(index + 1, kept[A][0].shape[0] - 1)
-    norms = [*(take(norm, index) for norm, _ in params), take(params[0][0], behind)]
-    x = [[*(take(one, index) for one in half), take(half[0], behind)] for half in kept]
-    d_norms: list[list[PyTree]] = [[] for _ in norms]
-    d_blocks: list[PyTree] = []
-    d_x, message = state.halves, state.message
-    for i in reversed(range(len(params))):
-        dtype, partial = d_x[A].dtype, stack.partials[i]
-        weights = partial.cut(own[i], dtype)
-        d_weights: list[PyTree] = []
-        d_sums: list[jax.Array] = []
-        # The message is the other half's: for the branch behind this one in A, for this one in B.
-        for me, other, to in ((B, A, i + 1), (A, B, i)):
-            h = stack.ways.copies(stack.norm(i, norms[i], x[me][i]))
-            _, pull = jax.vjp(functools.partial(_block, stack, i, contexts[me]), weights, h)
-            d_cut, d_h = pull(stack.ways.copies(d_x[me]))
-            # Gradients of weights stay outside of the barrier: they fill whatever room there is.
-            alive = (d_h, stack.ways.total(message), d_x)
-            d_h, total, d_x = lax.optimization_barrier(alive)
-            norm = functools.partial(stack.norm, to % len(params))
-            d_norm, d_input = jax.vjp(norm, norms[to], x[other][to])[1](total)
-            d_weights.append(d_cut)
-            d_sums.append(d_x[me])
-            d_norms[to].append(d_norm)
-            d_x[other] = d_x[other] + d_input
-            message = d_h
-        d_blocks.insert(0, partial.uncut(own[i], dtype, _add(*d_weights), d_sums))
-    here = [_add(*d_norm) for d_norm in d_norms[:-1]]
-    (first,) = d_norms[-1]
-    norms = [_put(all_, one, index) for all_, one in zip(state.norms, here, strict=True)]
-    return State(d_x, message, norms, state.blocks, _put(state.first, first, behind)), d_blocks
-
-
-def _block(stack: Stack, i: int, context: Context, weights: PyTree, h_WBTD: jax.Array) -> jax.Array:
-    return stack.partials[i](weights, h_WBTD, context)
-
-
-def _add(*trees: PyTree) -> PyTree:
-    return functools.reduce(functools.partial(jax.tree.map, operator.add), trees)
-
-
-def _put(stacked: PyTree, one: PyTree, index: jax.Array | int) -> PyTree:
-    def put(w: jax.Array, x: jax.Array) -> jax.Array:
-        return lax.dynamic_update_index_in_dim(w, x, index, 0)
-
-    return jax.tree.map(put, stacked, one)

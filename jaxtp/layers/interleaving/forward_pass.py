@@ -26,12 +26,11 @@ from jax import lax
 
 from jaxtp.activations.ahead.loops import in_pairs, take
 from jaxtp.activations.ahead.weights import Weights
-from jaxtp.activations.by_name import in_force
-from jaxtp.layers.interleaving.partial_blocks import Branch, Context, Partial, Ways
+from jaxtp.layers.interleaving.partial_blocks import Branch, Context, Partial
+from jaxtp.layers.interleaving.residual_stream import TOKENS, Stream
 from jaxtp.plan.trees import PyTree
 
 A, B = 0, 1
-TOKENS = 1  # the dim of (batch, tokens, width)
 
 Params = Sequence[tuple[PyTree, PyTree]]
 """Norm's and block's parameters of every branch, stacked over layers."""
@@ -45,7 +44,7 @@ class Stack:
         branches: Of a layer, in order.
         partials: Their blocks.
         num_pieces: Units of each on one half.
-        ways: The devices.
+        stream: How devices have the residual stream.
         weights: How the blocks' weights come to the replicas and their gradients leave them; None
             with one replica.
     """
@@ -53,7 +52,7 @@ class Stack:
     branches: tuple[Branch, ...]
     partials: tuple[Partial, ...]
     num_pieces: tuple[int, ...]
-    ways: Ways
+    stream: Stream
     weights: tuple[Weights, ...] | None
 
     @property
@@ -77,10 +76,15 @@ class Stack:
         """(branch, piece) of one half's work on one layer."""
         return [(i, piece) for i, num in enumerate(self.num_pieces) for piece in range(num)]
 
-    def norm(self, i: int, norm_params: PyTree, x_BTD: jax.Array) -> jax.Array:
+    def norm(self, i: int, norm_params: PyTree, x: jax.Array) -> jax.Array:
         """The input of a branch's block, once."""
-        with in_force(self.ways.active):
-            return self.branches[i].norm(norm_params, x_BTD)
+        return self.stream.norm(self.branches[i].norm, norm_params, x)
+
+    def pull_norm(
+        self, i: int, norm_params: PyTree, x: jax.Array, d_h: jax.Array
+    ) -> tuple[PyTree, jax.Array]:
+        """Cotangents of a norm's parameters, as `Stream.by_device` has them, and of its input."""
+        return self.stream.pull_norm(self.branches[i].norm, norm_params, x, d_h)
 
 
 @jax.tree_util.register_dataclass
@@ -90,8 +94,9 @@ class Half:
 
     Attributes:
         x: The residual stream, with every branch added whose messages have all arrived.
-        inputs: What the pieces of the next branch start from, (W, batch, tokens, width); None while
-            a message for it is under way.
+        inputs: What the pieces of the next branch start from, (W, batch, tokens, width), or what is
+            gathered for it; None while a message for it is under way.
+        ready: The next piece's, gathered; None where there is nothing to gather, or it is not yet.
         sums: Messages that have arrived of a branch whose others have not.
         kept: The residual stream in front of each branch, (layers, ...), for the backward pass;
             empty if there will be none.
@@ -99,6 +104,7 @@ class Half:
 
     x: jax.Array
     inputs: list[jax.Array] | None
+    ready: jax.Array | None
     sums: list[jax.Array]
     kept: list[jax.Array]
 
@@ -142,6 +148,8 @@ def forward(
             if not (ahead and final):
                 turns.work(A, unit_ahead, ahead)
             turns.work(B, unit, 0)
+        if not final:
+            turns.bring(A)
         return turns
 
     def body(index: jax.Array | int, carry: Any) -> Any:
@@ -182,7 +190,7 @@ def _started(params: Params, halves: list[jax.Array], keep: bool) -> list[Half]:
     """Both halves in front of the first layer, with room for what is kept of each."""
     num_layers = jax.tree.leaves(params)[0].shape[0]
     kept = [[jnp.zeros((num_layers, *x.shape), x.dtype)] * len(params) * keep for x in halves]
-    return [Half(x, None, [], streams) for x, streams in zip(halves, kept, strict=True)]
+    return [Half(x, None, None, [], streams) for x, streams in zip(halves, kept, strict=True)]
 
 
 def _opening(turns: "Turns", lead: int) -> tuple[list[Half], jax.Array]:
@@ -191,11 +199,12 @@ def _opening(turns: "Turns", lead: int) -> tuple[list[Half], jax.Array]:
     for unit in range(lead):
         turns.work(A, unit, 0)
         turns.receive_all()
+    turns.bring(A)
     # Half B comes to every layer one message short; to the first one with a message of zeros.
     num_pieces = turns.stack.num_pieces[-1]
     zeros = jnp.zeros_like(_piece(turns.halves[B].x, 0, num_pieces))
     turns.halves[B].sums = [zeros] * (num_pieces - 1)
-    return turns.halves, turns.stack.ways.copies(zeros)
+    return turns.halves, turns.stack.stream.no_parts(zeros)
 
 
 class Turns:
@@ -220,7 +229,7 @@ class Turns:
 
     def work(self, half: int, unit: int, ahead: int) -> None:
         """One unit of a half; the oldest message moves meanwhile."""
-        i, piece = self.stack.units[unit]
+        i, _ = self.stack.units[unit]
         while self.halves[half].inputs is None:  # behind the last layer's A, B has nobody beside it
             self.receive(self.messages.popleft())
         me, partial = self.halves[half], self.stack.partials[i]
@@ -230,20 +239,43 @@ class Turns:
         else:
             own = take(self.params[i][1], self.layer + ahead)
         weights = partial.cut(own, me.x.dtype)
-        result = partial(weights, me.inputs[piece], self.contexts[half])
-        if piece == self.stack.num_pieces[i] - 1:
-            me.inputs = None
-        if self.messages:
-            result = self.receive(self.messages.popleft(), beside=result)
+        self.bring(half)
+        start, *following = me.inputs
+        start = start if me.ready is None else me.ready
+        me.inputs, me.ready = following or None, None
+        if self.stack.stream.is_sharded and self.messages:
+            result = self._shared_turn(half, partial, weights, start)
+        else:
+            result = partial(weights, start, self.contexts[half])
+            if self.messages:
+                result = self.receive(self.messages.popleft(), beside=result)
         self.messages.append(Message(half, unit, ahead, result))
+
+    def _shared_turn(self, half: int, partial: Partial, weights: PyTree, start: jax.Array) -> Any:
+        """The same where devices have their own tokens: a message is a scatter and a gather.
+
+        If the other half's next piece is gathered of what is scattered now, columns are beside the
+        one and rows beside the other.
+        """
+        message, other = self.messages.popleft(), 1 - half
+        self.bring(other)
+        inner, multiply = partial.columns(weights, start, self.contexts[half])
+        total = self.stack.stream.total(message.partial)
+        if self.halves[other].ready is None:
+            inner, total = self.hold((inner, total))
+        self.add(message, total)
+        self.bring(other)
+        return self.hold(multiply(weights, inner))
 
     def receive(self, message: Message, beside: Any = None) -> Any:
         """Takes a message's sum; returns `beside`, with all that follows held back behind both."""
-        total = self.stack.ways.total(message.partial)
-        alive = [(half.x, half.inputs, half.sums) for half in self.halves]
-        beside, total, alive = lax.optimization_barrier((beside, total, alive))
-        for half, (x, inputs, sums) in zip(self.halves, alive, strict=True):
-            half.x, half.inputs, half.sums = x, inputs, sums
+        total = self.stack.stream.total(message.partial)
+        beside, total = self.hold((beside, total))
+        self.add(message, total)
+        return beside
+
+    def add(self, message: Message, total: jax.Array) -> None:
+        """Adds a message's sum to its half, which begins the next branch after its last one."""
         me = self.halves[message.half]
         me.sums = [*me.sums, total]
         i, piece = self.stack.units[message.unit]
@@ -252,7 +284,20 @@ class Turns:
             more, branch = divmod(i + 1, len(self.params))
             if not (self.final and message.ahead + more > 0):
                 self.begin(message.half, branch, message.ahead + more)
-        return beside
+
+    def hold(self, others: Any) -> Any:
+        """A barrier over these and everything alive."""
+        alive = [(half.x, half.inputs, half.ready, half.sums) for half in self.halves]
+        others, alive = lax.optimization_barrier((others, alive))
+        for half, (x, inputs, ready, sums) in zip(self.halves, alive, strict=True):
+            half.x, half.inputs, half.ready, half.sums = x, inputs, ready, sums
+        return others
+
+    def bring(self, half: int) -> None:
+        """Gathers what the next piece of a half starts from, if that is to be done."""
+        me = self.halves[half]
+        if self.stack.stream.is_sharded and me.inputs and me.ready is None:
+            me.ready = self.stack.stream.copies(me.inputs[0])
 
     def biased(self, message: Message, total: jax.Array) -> jax.Array:
         """A block's sum with the bias behind its row product, if there is one."""
@@ -277,7 +322,9 @@ class Turns:
             me.kept[i] = lax.dynamic_update_index_in_dim(me.kept[i], me.x, self.layer + ahead, 0)
         norm_params = take(self.params[i][0], self.layer + ahead)
         pieces = [_piece(me.x, piece, num_pieces) for piece in range(num_pieces)]
-        me.inputs = [self.stack.ways.copies(self.stack.norm(i, norm_params, x)) for x in pieces]
+        normed = [self.stack.norm(i, norm_params, x) for x in pieces]
+        stream = self.stack.stream
+        me.inputs = normed if stream.is_sharded else [stream.copies(x) for x in normed]
 
 
 def _piece(x: jax.Array, piece: int, num_pieces: int) -> jax.Array:

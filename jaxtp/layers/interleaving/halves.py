@@ -13,7 +13,8 @@ from jaxtp.activations.by_name import ActivePlan
 from jaxtp.errors import NotInterleaved
 from jaxtp.layers.interleaving.backward_pass import backward
 from jaxtp.layers.interleaving.forward_pass import Params, Stack, forward
-from jaxtp.layers.interleaving.partial_blocks import Branch, Context, Ways, partial_of
+from jaxtp.layers.interleaving.partial_blocks import Branch, Context, partial_of
+from jaxtp.layers.interleaving.residual_stream import TOKENS, stream_of
 from jaxtp.plan.trees import PyTree, leaves
 
 Saved = tuple[Params, list[list[jax.Array]], list[Context]]
@@ -34,8 +35,8 @@ def interleave(
         active: The plan in force.
 
     Raises:
-        NotInterleaved: TP073, if the batch on a device is odd, sequence parallelism shards the
-            residual stream, or a block is not a sum of parts under this plan.
+        NotInterleaved: TP073, if the batch on a device is odd, sequence parallelism cannot shard
+            its sequences, or a block is not a sum of parts under this plan.
     """
     num_replicas = active.shape.batch_ways
     if x_BTD.shape[0] % (2 * num_replicas):
@@ -43,23 +44,21 @@ def interleave(
             f"{x_BTD.shape[0]} sequences on {num_replicas} replicas do not make two equal halves",
             fix=f"a batch that is a multiple of {2 * num_replicas}",
         )
-    if active.sequence_parallel:
-        raise NotInterleaved(
-            "sequence parallelism shards the residual stream", fix="one of the two, not both"
-        )
+    stream = stream_of(x_BTD, active)
+    halves = [stream.enter(_half(x_BTD, half)) for half in (0, 1)]
+    num_tokens = halves[0].shape[TOKENS]
     stack = Stack(
         branches=tuple(branches),
         partials=tuple(partial_of(branch, active) for branch in branches),
-        num_pieces=tuple(2 if b.tokenwise and x_BTD.shape[1] % 2 == 0 else 1 for b in branches),
-        ways=Ways(active),
+        num_pieces=tuple(2 if b.tokenwise and num_tokens % 2 == 0 else 1 for b in branches),
+        stream=stream,
         weights=_weights(branches, x_BTD.dtype, active),
     )
     params = [(branch.norm_params, branch.block_params) for branch in branches]
-    halves = [_half(x_BTD, half) for half in (0, 1)]
     fixed = jax.tree.map(no_gradient, dict(context))
     contexts = [jax.tree.map(functools.partial(_half, half=half), fixed) for half in (0, 1)]
     behind = _differentiable(stack)(params, halves, contexts)
-    return jnp.stack(behind, axis=1).reshape(x_BTD.shape)
+    return jnp.stack([stream.leave(x) for x in behind], axis=1).reshape(x_BTD.shape)
 
 
 def _weights(

@@ -87,10 +87,9 @@ class Ways:
         """Replicas that share the batch."""
         return self.active.shape.batch_ways
 
-    def copies(self, x_BTD: jax.Array) -> jax.Array:
-        """An entry for every device, (W, batch, tokens, width); nothing moves."""
-        x_RBTD = x_BTD.reshape(self.num_replicas, -1, *x_BTD.shape[1:])
-        return self.each(self.active.place(x_RBTD, self._batch, None, None, None))
+    def place(self, x_R: jax.Array) -> jax.Array:
+        """`(R or batch, ...)`, the same on all devices of a replica."""
+        return self.active.place(x_R, self._batch, *[None] * (x_R.ndim - 1))
 
     def each(self, x_R: jax.Array) -> jax.Array:
         """(W, ...) of what each replica has, (R, ...)."""
@@ -99,14 +98,6 @@ class Ways:
         x_RW = self.active.place(x_RW, self._batch, tensor, *[None] * (x_RW.ndim - 2))
         x_W = x_RW.reshape(-1, *x_R.shape[1:])
         return self.active.place(x_W, self.axes, *[None] * (x_W.ndim - 1))
-
-    def total(self, p_WBTD: jax.Array) -> jax.Array:
-        """The sum over a replica's devices, (batch, tokens, width): one all-reduce in its type."""
-        # Not jnp.sum, which adds in float32 and would move twice the bytes.
-        x_RBTD = jax.lax.reduce_sum(self.by_replica(p_WBTD), (1,))
-        x_RBTD = self.active.place(x_RBTD, self._batch, None, None, None)
-        x_BTD = x_RBTD.reshape(-1, *x_RBTD.shape[2:])
-        return self.active.place(x_BTD, self._batch, None, None)
 
     def by_replica(self, x_W: jax.Array) -> jax.Array:
         """(R, devices of one, ...) of `(W, ...)`."""
@@ -126,11 +117,13 @@ class Partial:
         ways: The dim.
         block: As in the branch.
         cuts: How each of its weights comes to the devices, by path.
+        row: Path of the row product's weight.
     """
 
     ways: Ways
     block: Callable[[PyTree, jax.Array, Context], jax.Array]
     cuts: Mapping[str, Cut]
+    row: str
 
     def cut(self, params: PyTree, dtype: jnp.dtype) -> PyTree:
         """One layer's weights with an entry per device, (W, ...), products' weights in `dtype`.
@@ -217,6 +210,29 @@ class Partial:
             mapped = jax.vmap(self.block, (0, 0, axes), spmd_axis_name=self.ways.axes)
             return mapped(cut_params, h_WBTD, own)
 
+    def columns(
+        self, cut_params: PyTree, h_WBTD: jax.Array, context: Context
+    ) -> tuple[list[jax.Array], Callable[[PyTree, list[jax.Array]], jax.Array]]:
+        """All but the row product: what it multiplies, and how, `(cut_params, of it) -> partial`.
+
+        A block is linear in the weight of its row product, so that is what its derivative keeps.
+        """
+
+        def whole(row: jax.Array) -> jax.Array:
+            return self(self._with_row(cut_params, row), h_WBTD, context)
+
+        row = dict(leaves(cut_params))[self.row]
+        _, derivative = jax.linearize(whole, row)
+        product, inner = jax.closure_convert(derivative, row)
+
+        def multiply(cut_params: PyTree, inner: list[jax.Array]) -> jax.Array:
+            return product(dict(leaves(cut_params))[self.row], *inner)
+
+        return inner, multiply
+
+    def _with_row(self, params: PyTree, row: jax.Array) -> PyTree:
+        return map_with_path(lambda path, w: row if path == self.row else w, params)
+
     def _own(self, x_B: jax.Array) -> jax.Array:
         return self.ways.each(self._by_replica(x_B))
 
@@ -242,7 +258,7 @@ def partial_of(branch: Branch, active: ActivePlan) -> Partial:
             fix="a block comes in by column products and goes out by one row product",
         )
     cuts = {path: _cut(decision, active) for path, decision in found.items()}
-    return Partial(Ways(active), branch.block, cuts)
+    return Partial(Ways(active), branch.block, cuts, rows[0])
 
 
 def _cut(decision: ParamDecision, active: ActivePlan) -> Cut:
