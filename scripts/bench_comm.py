@@ -331,6 +331,9 @@ class Strategy:
     changes: Mapping[str, object] = dataclasses.field(default_factory=dict[str, object])
     """Other settings, by their dotted names."""
 
+    profiles: tuple[Overlap, ...] = ("auto", "aggressive")
+    """Values of `communication.overlap`; `limit` is for the last one."""
+
 
 STRATEGIES = (
     Strategy(
@@ -347,6 +350,7 @@ STRATEGIES = (
         mesh={"dp": 8, "tp": 8},
         limit=1.15,
         changes=SEQUENCE_PARALLEL,
+        profiles=("aggressive",),
     ),
     Strategy(
         model="llama3-8b", target="h100:2x8", batch=32, mesh={"fsdp": 16, "tp": 1}, limit=1.05
@@ -394,7 +398,8 @@ def bound(compiler: Compiler) -> Section:
         )
         mesh = " x ".join(f"{axis} {size}" for axis, size in one.mesh.items())
         mesh += ", sequence" * bool(one.changes.get("communication.sequence_parallel"))
-        for profile in ("auto", "aggressive"):
+        ratio = 0.0
+        for profile in one.profiles:
             case = Case(step=changed(step, {"communication.overlap": profile}), scheduler=profile)
             report = compiler(case)
             seconds = report.step_seconds_modelled
