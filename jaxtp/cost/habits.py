@@ -36,6 +36,8 @@ class Habits:
             from the master copy when needed.
         held_gradient_bytes: Bytes of one gradient as it is held while micro-batches follow.
         single_gradient_bytes: The same where there is one micro-batch or stages.
+        replica_gradient_bytes: More of it where ZeRO's shards are summed over replicas as well.
+        ahead_gradient_bytes: More of it in the backward pass of blocks that are gathered ahead.
         state_bytes: Bytes of moments, and of a master copy beside the parameter, of one parameter.
         kept_streams: Widths of the residual stream that a block keeps, nothing recomputed.
         kept_inner: What it keeps of everything inside attention and MLP, relative to 16 bits each.
@@ -79,6 +81,8 @@ class Habits:
     copy_bytes: float = 2.0
     held_gradient_bytes: float = 4.0
     single_gradient_bytes: float = 4.0
+    replica_gradient_bytes: float = 0.0
+    ahead_gradient_bytes: float = 0.0
     state_bytes: float = 12.0
     kept_streams: float = 4.0
     kept_inner: float = 1.0
@@ -138,6 +142,7 @@ HABITS: Mapping[str, Habits] = MappingProxyType(
             # As compiled for H100s, see scripts/check_cost.py: moments 8 and parameter 4; gradients
             # are summed in float32 beside those of the last micro-batch.
             copy_bytes=4, held_gradient_bytes=6, single_gradient_bytes=0, state_bytes=8,
+            replica_gradient_bytes=2, ahead_gradient_bytes=4,
             kept_streams=10.2, kept_inner=3.4, score_bytes=10, working_score_bytes=12.9,
             logit_bytes=4.4, table_bytes=6.4, staged_logit_bytes=4.4, workspace_bytes=0,
             stacked_gradient_bytes=3.8, tiles_from=2048, score_traffic=2.7, kept_copies=3,

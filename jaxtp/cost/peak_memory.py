@@ -106,6 +106,9 @@ def peak_memory(model: ModelSizes, s: Strategy, habits: Habits) -> PeakMemory:
     stacked = np.where((m > 1) & (pp == 1), 0.0, stacked)  # counted as held
     # The table's gradient is there from the loss on, where the framework keeps it so long.
     block = block + stacked + (table / 2 if habits.gpipe else 0)
+    ways = np.asarray(s.fsdp) * along_cp
+    summed = sharded_params(model, s, habits, ways * s.ep, ways)
+    block = block + np.where(_sums_ahead(s), habits.ahead_gradient_bytes * summed, 0.0)
     backward = flight * kept + block
     # The block that is computed and one more, gathered; gathered ahead a third is on its way.
     gathered = (2 + np.asarray(s.interleaved)) * 2.0 * block_params(model, s)
@@ -118,6 +121,12 @@ def peak_memory(model: ModelSizes, s: Strategy, habits: Habits) -> PeakMemory:
         + np.where(np.asarray(s.zero) >= 3, gathered, 0.0)
         + habits.workspace_bytes,
     )
+
+
+def _sums_ahead(s: Strategy) -> Number:
+    """Whether gradients are summed over micro-batches of blocks that are gathered ahead."""
+    zero, m = np.asarray(s.zero), np.asarray(s.micro_batches)
+    return np.asarray(s.interleaved, bool) & (zero >= 3) & (m > 1)
 
 
 def _in_flight(s: Strategy, habits: Habits) -> Number:
@@ -145,4 +154,8 @@ def state_bytes(model: ModelSizes, s: Strategy, habits: Habits) -> Number:
         habits.held_gradient_bytes,
         habits.single_gradient_bytes,
     )
+    # Summed over replicas it is held once more; gathered ahead it is held so in any case.
+    twice = (zero >= 2) & (np.asarray(s.dp) > 1) & (np.asarray(s.micro_batches) > 1)
+    twice = twice & (np.asarray(s.pp) == 1) & np.logical_not(_sums_ahead(s))
+    gradients = gradients + np.where(twice, habits.replica_gradient_bytes, 0.0)
     return size(3) * habits.copy_bytes + size(2) * gradients + size(1) * habits.state_bytes
