@@ -21,7 +21,7 @@ from jaxtp.errors import CheckFailed, DoesNotFit
 from jaxtp.models import PRESETS, abstract
 from jaxtp.rules.model_dims import ModelDims
 from jaxtp.rules.planner import make_plan
-from jaxtp.train.config_step import abstract_step
+from jaxtp.train.config_step import OF_EXPERTS, abstract_step, options_of
 from jaxtp.train.planning import Build, axis_sizes, plan_of
 from jaxtp.train.preflight import preflight_config, step_on_target
 from jaxtp.train.pricing import sizes_of
@@ -103,6 +103,21 @@ def test_the_command_compiles_what_a_config_file_says(capsys, tmp_path):
     ):
         assert text in out
     assert "MFU" in out
+
+
+@pytest.mark.parametrize(
+    ("settings", "has_own"),
+    [
+        ({"model": "mixtral-8x7b"}, True),
+        ({"model": "mixtral-8x7b", "communication.overlap": "aggressive"}, False),
+        ({"model": "mixtral-8x7b", "communication.gradient_fusion": 2**20}, False),
+        ({"model": "llama3-8b"}, False),
+    ],
+    ids=["experts", "aggressive", "bytes", "dense"],
+)
+def test_models_with_experts_have_options_of_their_own(settings, has_own):
+    config = resolve(changed(Config(target="h100:1x8"), settings), 8)
+    assert (OF_EXPERTS.items() <= options_of(Build.of(config)).options.items()) == has_own
 
 
 def test_nothing_is_printed_before_the_report():

@@ -141,8 +141,8 @@ class Communication:
     gradients one layer behind; pipeline stages gather theirs once a step. See `jaxtp.layers`."""
 
     gradient_fusion: bool | int = True
-    """Whether small reductions and gathers are combined into one message; a number is its largest
-    size in bytes."""
+    """Whether small reductions and gathers are combined into one message, reduce-scatters less in
+    a model with experts; a number is its largest size in bytes."""
 
     sequence_parallel: bool = False
     """Shard the residual stream along the sequence over the tensor axis: less memory, and norms and

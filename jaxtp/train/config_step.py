@@ -1,5 +1,6 @@
 """A build -> the train step, one for preflight and for training, and its arguments as shapes."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -8,8 +9,9 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxtp import models
-from jaxtp.compile.options import CompileOptions, compile_options
+from jaxtp.compile.options import CompileOptions, Value, compile_options
 from jaxtp.config.settings import Config
+from jaxtp.hardware.links import MIB
 from jaxtp.placement.arrays import shard, shard_batch
 from jaxtp.plan.decisions import Plan
 from jaxtp.train.language import NextToken
@@ -20,6 +22,16 @@ from jaxtp.train.update import TrainState, Update, init_state, make_update
 REDUCTIONS = "xla_gpu_all_reduce_combine_threshold_bytes"
 LARGEST = 2**31 - 1
 """No threshold, in bytes."""
+
+OF_EXPERTS: Mapping[str, Value] = {
+    # Of the result, which a message has as many times as it has devices. Gradients of a layer's
+    # experts in one message would wait for the last of their products, and little is left of the
+    # layer to pass them beside.
+    "xla_gpu_reduce_scatter_combine_threshold_bytes": 8 * MIB,
+    # Experts' weights are gathered beside all-to-alls of their tokens, which take another link.
+    "xla_gpu_experimental_parallel_collective_overlap_limit": 2,
+}
+"""Options of models with experts, where none are asked for."""
 
 
 def step_of(
@@ -55,18 +67,23 @@ def is_abstract(state: TrainState) -> bool:
     return isinstance(state.num_updates, jax.ShapeDtypeStruct)
 
 
-def options_of(config: Config) -> CompileOptions:
-    """The compile options of a config's communication.
+def options_of(build: Build) -> CompileOptions:
+    """The compile options of a run's communication.
 
     Where adapters are trained, an all-reduce takes whatever else there is to sum with it, of any
     size: that is then the narrow product of an adapter, or gradients of adapters.
     """
-    communication = config.communication
-    joins = config.lora.rank and communication.gradient_fusion
+    config, communication = build.config, build.config.communication
+    extra = dict[str, Value]()
+    if config.lora.rank and communication.gradient_fusion:
+        extra[REDUCTIONS] = LARGEST
+    asks = communication.gradient_fusion is not True or communication.overlap != "auto"
+    if getattr(build.model, "num_experts", 0) and not asks:
+        extra |= OF_EXPERTS
     return compile_options(
         overlap=communication.overlap,
         gradient_fusion=communication.gradient_fusion,
-        extra={REDUCTIONS: LARGEST} if joins else None,
+        extra=extra,
     )
 
 

@@ -71,7 +71,7 @@ def preflight_config(
         target=target,
         mesh=dict(plan.mesh.sizes),
         keywords={"settings": json.dumps(dataclasses.asdict(config), default=str)},
-        options=options or options_of(config),
+        options=options or options_of(build),
         tensor_axes=plan.mesh.tp,
         floor_bytes=plan_floor_bytes(
             plan, build.dims, tokens=build.tokens, dtype=build.model.dtype

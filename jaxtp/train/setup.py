@@ -102,7 +102,7 @@ def prepare(config: Config, *, resumes: bool = False) -> Setup:
         mesh=mesh,
         plan=plan,
         state=state,
-        step=step_of(build, plan, mesh, state, options=options_of(config) if on_gpu else None),
+        step=step_of(build, plan, mesh, state, options=options_of(build) if on_gpu else None),
         text=text,
         validate=functools.partial(_validate, _mean(loss_of(build.model), plan, mesh)),
     )
