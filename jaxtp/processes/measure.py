@@ -114,7 +114,7 @@ def _memory_rate(num_bytes: int) -> float:
     return 2.0 * x.nbytes / _seconds(functools.partial(jax.jit(jnp.negative), x))
 
 
-def _by_host(timeout: float) -> tuple[list[jax.Device], int]:
+def _by_host(timeout: float) -> tuple[list[Any], int]:
     """All devices, those of a host side by side, and how many a host has.
 
     Processes that run on one host, such as one per GPU, call it by one name.
@@ -126,7 +126,7 @@ def _by_host(timeout: float) -> tuple[list[jax.Device], int]:
     return sorted(jax.devices(), key=lambda d: (first[names[d.process_index]], d.id)), here
 
 
-def _collectives(devices: Sequence[jax.Device], here: int, effort: Effort) -> tuple[Tables, float]:
+def _collectives(devices: Sequence[Any], here: int, effort: Effort) -> tuple[Tables, float]:
     """Bandwidth tables inside a host, in GB/s, and bytes/s of a GPU across hosts, 0 for one."""
     rows: dict[str, dict[int, Sequence[float]]] = {}
     size = 2
