@@ -150,6 +150,9 @@ def masks_seen() -> Generator[set[int]]:
 def mask_padding(logits: jax.Array, vocab_size: int) -> jax.Array:
     """Logits whose padded entries can neither be sampled nor change a softmax.
 
+    A loss that gives weight to the log-probability of every token, such as label smoothing, gives
+    it to the padded ones too and becomes absurdly large: take `log_probs[..., :vocab_size]` there.
+
     Args:
         logits: `(..., stored vocab)`, of a float type.
         vocab_size: Entries that stand for a token; the ones behind them were added by a plan.
