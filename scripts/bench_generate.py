@@ -26,6 +26,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import jax
 import tyro
 from rich.console import Console
 from tables import Cell, Flag, Section, tabulate
@@ -237,10 +238,7 @@ def naive(options: Options) -> Section:
 
 def simulated(options: Options) -> Section:
     """`jaxtp.generate` on 8 CPU devices and on one."""
-    import jax
-
     jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 8)
     import jaxtp
     from jaxtp import models
 
@@ -295,6 +293,7 @@ SECTIONS: Mapping[str, Callable[[Options], Section]] = {
 
 def main(options: Options) -> None:
     """Compiles and tabulates, section by section."""
+    jax.config.update("jax_num_cpu_devices", 8)
     names = [options.only] if options.only else SECTIONS
     sections = {name: functools.partial(SECTIONS[name], options) for name in names}
     tabulate(sections, as_json=options.as_json, width=200)

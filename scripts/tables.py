@@ -10,6 +10,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from jaxtp.cli.host import has_no_gpu, start_quietly
+
 Cell = Any  # str, float, int or bool
 Flag = tyro.conf.FlagCreatePairsOff[bool]
 
@@ -47,6 +49,8 @@ def tabulate(sections: Mapping[str, Callable[[], Section]], *, as_json: bool, wi
         as_json: Print JSON.
         width: Least width of the tables, in characters.
     """
+    if has_no_gpu():
+        start_quietly()
     console = Console(width=max(Console().width, width), highlight=False, markup=False)
     found: dict[str, Section] = {}
     for name, make in sections.items():

@@ -2,17 +2,14 @@
 
 import difflib
 import importlib
-import importlib.util
 import os
-import pkgutil
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
 import tyro
 
+from jaxtp.cli.host import has_no_gpu, keep_to_the_host
 from jaxtp.errors import BadUsage, JaxtpError, join
 
 COMMANDS: Mapping[str, str] = {
@@ -96,9 +93,9 @@ def _print_no_more() -> None:
 def _run(args: Sequence[str]) -> int:
     name = args[0] if args else ""
     if name not in ON_DEVICES:
-        _keep_to_the_host(start=name in COMPILES)
-    elif _has_no_gpu():
-        _keep_to_the_host(start=False)
+        keep_to_the_host(start=name in COMPILES)
+    elif has_no_gpu():
+        keep_to_the_host(start=False)
     if name == "--version":
         print(f"jaxtp {vars(sys.modules['jaxtp'])['__version__']}")
         return 0
@@ -115,47 +112,6 @@ def _run(args: Sequence[str]) -> int:
         app.command(name=one)(command(one))
     app.cli(prog="jaxtp", description=__doc__, args=args)
     return 0
-
-
-def _has_no_gpu() -> bool:
-    """Whether JAX knows accelerators by its CUDA plugin alone, and there is no NVIDIA GPU here."""
-    plugins = importlib.util.find_spec("jax_plugins")
-    folders = plugins.submodule_search_locations if plugins is not None else None
-    names = [module.name for module in pkgutil.iter_modules(folders or [])]
-    if not names or any(not name.startswith("xla_cuda") for name in names):
-        return False
-    drivers = map(Path, ("/dev/nvidiactl", "/dev/dxg"))  # on Linux, and in Windows' Linux
-    return importlib.util.find_spec("libtpu") is None and not any(d.exists() for d in drivers)
-
-
-def _keep_to_the_host(*, start: bool) -> None:
-    """Starts no GPU, of which nothing is asked.
-
-    Where the CUDA plugin is installed for its compiler and CUDA is not, JAX would else print a
-    traceback about cuDNN or cuFFT, and XLA that it found no driver, which it does in jaxlib 0.10
-    whatever the log level: so what JAX prints while it starts is kept for when it fails.
-
-    Args:
-        start: Whether the command starts JAX.
-    """
-    if "jax" in sys.modules:
-        return
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
-    if not start:
-        return
-    with tempfile.TemporaryFile() as kept:
-        terminal = os.dup(2)
-        os.dup2(kept.fileno(), 2)
-        try:
-            importlib.import_module("jax").devices()
-        except BaseException:
-            kept.seek(0)
-            os.write(terminal, kept.read())
-            raise
-        finally:
-            os.dup2(terminal, 2)
-            os.close(terminal)
 
 
 if __name__ == "__main__":
