@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 from jax.sharding import AxisType
-from rounding import bound
+from rounding import assert_close, bound
 from small_models import LLAMA, drawn, mesh, tokens
 
 import jaxtp
@@ -167,6 +167,29 @@ def test_logits_that_are_read_beside_the_mask_as_well(reads):
     ids = (jax.ShapeDtypeStruct((4, 6), "int32"),)
     with pytest.raises(BadConfig, match=r"TP020 at pad_vocab: .*beside the mask .* at test_parity"):
         jaxtp.make_plan(params, {"tp": 4}, pad_vocab=True, fn=loss, inputs=ids)
+
+
+@pytest.mark.parametrize("reads", ["one-hot", "probabilities"])
+def test_rows_of_a_padded_table_may_be_summed(reads):
+    """Those of the padding are zero: tokens looked up by a product, and tokens that are a mix."""
+
+    def fn(params, ids):
+        table, head = params["embed"]["embedding"], params["lm_head"]["kernel"]
+        x = jax.nn.one_hot(ids, len(table)) @ table if reads == "one-hot" else table[ids]
+        probabilities = jax.nn.softmax(jaxtp.mask_padding(x @ head, 10))
+        return probabilities @ table if reads == "probabilities" else probabilities[..., :10]
+
+    keys = jax.random.split(jax.random.key(0))
+    params = {
+        "embed": {"embedding": jax.random.normal(keys[0], (10, 8))},
+        "lm_head": {"kernel": jax.random.normal(keys[1], (8, 10))},
+    }
+    ids = jnp.arange(8).reshape(2, 4)
+    plan = jaxtp.make_plan(params, mesh(1, 4), pad_vocab=True, fn=fn, inputs=(ids,))
+    assert {decision.stored for decision in plan.decisions} == {(12, 8), (8, 12)}
+    placed = jaxtp.shard(params, mesh(1, 4), plan=plan)
+    want, got = jax.jit(fn)(params, ids), jax.jit(fn)(placed, ids)
+    assert_close(got, want, 10)
 
 
 def test_a_function_that_is_not_finite_on_one_device_is_no_bug_of_jaxtp():
