@@ -315,3 +315,17 @@ def test_attention_of_all_layers_without_a_norm():
     shapes = dict.fromkeys(("attn/q", "attn/k", "attn/v"), (12, 64, 8, 16))
     dims = dims_of({**shapes, "attn/o": (12, 8, 16, 64), "cache/k": (12, 4, 32, 8, 16)})
     assert dims == {"attn/q": 2, "attn/k": 2, "attn/v": 2, "attn/o": 1, "cache/k": 3}
+
+
+@pytest.mark.parametrize("window", [(1, 1), (3, 3)])
+def test_convolutions_that_make_queries_and_keys_count_no_layers(window):
+    """Attention of U-Nets and of convolutional transformers, without a bias."""
+    shapes = dict.fromkeys(("attn/q", "attn/k", "attn/v", "attn/o"), (*window, 64, 64))
+    assert set(dims_of(shapes).values()) == {None}
+
+
+def test_experts_are_as_narrow_as_they_like():
+    """Narrower than a rank would be beside the residual stream, and many."""
+    up = dict.fromkeys(("moe/experts/gate", "moe/experts/up"), (64, 512, 16))
+    shapes = {**up, "moe/experts/down": (64, 16, 512), "norm/scale": (512,)}
+    assert dims_of(shapes) == {**dict.fromkeys(shapes, 0), "norm/scale": None}

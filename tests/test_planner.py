@@ -138,6 +138,15 @@ def annotated(names, box=nn.with_partitioning):
     ]
 
 
+def test_a_factored_moment_keeps_the_box_of_its_parameter():
+    """Of `optax.adafactor`: rows and columns have one dim, the names in their box two."""
+    params = annotated((None, "tp"))
+    state = jax.eval_shape(optax.adafactor(1e-3, min_dim_size_to_factor=8).init, params)
+    result = specs(jaxtp.make_plan({"params": params, "state": state}, {"tp": 4}))
+    assert result["params/odd/kernel"] == "P(-, tp)"
+    assert {result[f"state/0/{kind}/odd/kernel"] for kind in ("v_row", "v_col")} == {"P()"}
+
+
 @pytest.mark.parametrize(
     ("names", "box", "want"),
     [

@@ -283,8 +283,18 @@ def flatten(tree: PyTree) -> dict[str, Param]:
     params = FlatTree.of(plain).shapes()
     if not params:
         raise BadTree("the tree has no arrays", fix="pass the initialised parameters")
-    for path, names in named.items():
-        if names and path in params:
+    annotated = {path: names for path, names in named.items() if names and path in params}
+    fitting = {
+        (names, path.rpartition("/")[2])
+        for path, names in annotated.items()
+        if len(names) == len(params[path].shape)
+    }
+    for path, names in annotated.items():
+        # Optimizers keep the box of a parameter around moments of fewer dims (optax.adafactor).
+        is_moment = len(names) > len(params[path].shape) and (
+            (names, path.rpartition("/")[2]) in fitting
+        )
+        if not is_moment:
             params[path] = dataclasses.replace(params[path], annotation=names)
     return params
 

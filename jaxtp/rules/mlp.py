@@ -215,8 +215,14 @@ def _named(members: Iterable[Matrix]) -> bool:
 
 
 def _low_rank(option: Option, members: Iterable[Matrix]) -> bool:
-    """Whether the inner width is a rank, whatever the names say: factors of an adapter."""
-    return any(LOWEST_INNER * option[0] < max(m.a, m.b) for m in members)
+    """Whether the inner width is a rank, whatever the names say: factors of an adapter.
+
+    Experts may be as narrow, since there are many of them.
+    """
+    return any(
+        LOWEST_INNER * option[0] < max(m.a, m.b) and not (m.count > 1 and m.leaf.name.experts)
+        for m in members
+    )
 
 
 def _doubtful(

@@ -13,6 +13,9 @@ from jaxtp.rules.model_dims import ModelDims
 from jaxtp.rules.path_words import Name
 from jaxtp.rules.words import FUSED_QKV, TABLES, Word
 
+LONGEST_WINDOW = 7
+"""Elements of a convolution's window on a side, in attention and in front of it."""
+
 
 @dataclasses.dataclass(slots=True)
 class Leaf:
@@ -336,14 +339,21 @@ def _mark_stacks(
 
 
 def _mark_stacked_attention(leaves: Iterable[Leaf]) -> None:
-    """Without norms to go by: keys of four dims count layers, as no heads need more than three."""
+    """Without norms to go by: keys of four dims count layers, as no heads need more than three.
+
+    Two short dims in front are the window of a convolution.
+    """
     beside: defaultdict[str, list[Leaf]] = defaultdict(list)
     for leaf in leaves:
         if leaf.layer is None and leaf.name.word in (Word.Q, Word.K, Word.V, Word.O):
             beside[leaf.name.stem.rpartition("/")[0]].append(leaf)
     for items in beside.values():
         kernels = [leaf for leaf in items if not leaf.name.bias]
-        words = {leaf.name.word for leaf in kernels if len(leaf.param.shape) == 4}
+        words = {
+            leaf.name.word
+            for leaf in kernels
+            if len(leaf.param.shape) == 4 and max(leaf.param.shape[:2]) > LONGEST_WINDOW
+        }
         first = {leaf.param.shape[:1] for leaf in items}
         if {Word.Q, Word.K, Word.V} <= words and len(first) == 1:
             for leaf in items:
