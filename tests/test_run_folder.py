@@ -180,6 +180,21 @@ def test_disks_that_refuse_are_coded(tmp_path):
         open("/nowhere")  # noqa: SIM115
 
 
+def test_metrics_that_are_refused_when_the_file_is_closed(tmp_path):
+    """As a server of files does with what it took before; here the file is closed already."""
+    path = tmp_path / "metrics.jsonl"
+
+    def write():
+        with MetricsFile(tmp_path) as log:
+            log.write(1, {"loss": 1.0})
+            links = {int(link.name): link for link in Path("/proc/self/fd").iterdir()}
+            (number,) = (n for n, link in links.items() if os.path.realpath(link) == str(path))
+            os.close(number)
+
+    with pytest.raises(OSError, match=r"Bad file descriptor: '.*metrics\.jsonl'"):
+        write()
+
+
 def test_metrics_outlive_a_write_that_the_disk_breaks_off(tmp_path):
     path = tmp_path / "metrics.jsonl"
 

@@ -1,6 +1,5 @@
 """`metrics.jsonl`: one JSON object a step, in order, each step once, over all restarts."""
 
-import contextlib
 import json
 import math
 import os
@@ -74,9 +73,12 @@ class MetricsFile:
 
     def __exit__(self, *error: object) -> None:
         if self._file is not None:
-            # A line that could not be written would be tried again; that it failed is known.
-            with contextlib.suppress(OSError):
+            try:
                 self._file.close()
+            except OSError as failed:  # a server of files may refuse what it took before only now
+                # A line that could not be written is tried again; that it failed is known then.
+                if error[0] is None:
+                    raise OSError(failed.errno, failed.strerror, str(self.path)) from failed
 
 
 def _lines(path: Path, last: int) -> list[dict[str, Any]]:
