@@ -144,7 +144,9 @@ def floor(options: Options) -> Section:
         for model, target in SHAPES
         for batch in BATCHES
     }
-    rows = [{"model": m, "rows": batch, **cells(one)} for (m, batch), one in found.items()]
+    rows: list[dict[str, Any]] = [
+        {"model": m, "rows": batch, **cells(one)} for (m, batch), one in found.items()
+    ]
     ratios: dict[str, tuple[str, float]] = {
         "weights and cache read once": ("x floor", MOST_READ),
         "modelled time of a token": ("x floor ", MOST_SECONDS),

@@ -110,7 +110,7 @@ def toy(kinds, num_layers):
 
 def as_branches(kinds, params):
     return [
-        interleaving.Branch(
+        interleaving.ResidualBranch(
             name=f"{kind}{i}",
             norm=rms_norm,
             block=BLOCKS[kind][0],

@@ -15,12 +15,12 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxtp.activations.by_chunk import Chunks
 from jaxtp.activations.row_chunks import (
+    AttentionWeights,
     Facts,
     Level,
     Make,
     NotByRows,
-    Product,
-    Weights,
+    TokenProduct,
     Wiring,
     rows_of_chunk,
 )
@@ -71,7 +71,7 @@ class Attentions:
 
     def __init__(self, mesh: Mesh | AbstractMesh, axis: str) -> None:
         self._mesh, self._axis = mesh, axis
-        self._products: dict[tuple[Scope, int], Product] = {}
+        self._products: dict[tuple[Scope, int], TokenProduct] = {}
         self._scored: set[tuple[Scope, Any]] = set()
         self._wirings: dict[Scope, Wiring] = {}
         self._held: dict[tuple[Scope, int], int] = {}
@@ -110,13 +110,13 @@ class Attentions:
             if self.is_scored(scope, before):
                 self._scored.add((other, after))
 
-    def made(self, scope: Scope, product: Product, num_bytes: int) -> None:
+    def made(self, scope: Scope, product: TokenProduct, num_bytes: int) -> None:
         """Scores were made, which would be so many bytes on a device."""
         key = scope, id(product.equation)
         self._products[key], self._held[key] = product, num_bytes
         self._scored.update((scope, var) for var in product.equation.outvars)
 
-    def in_chunks(self, frames: Sequence[Frame], product: Product) -> Make | None:
+    def in_chunks(self, frames: Sequence[Frame], product: TokenProduct) -> Make | None:
         """How a product with values is computed for some queries at a time.
 
         Args:
@@ -137,7 +137,7 @@ class Attentions:
         found = set[tuple[Scope, int]]()
         facts = Facts(self._wirings, self._products, self._scored, found)
         try:
-            weights = Weights(facts, _innermost(frames), product, queries)
+            weights = AttentionWeights(facts, _innermost(frames), product, queries)
         except NotByRows as reason:
             self._whys.update((key, str(reason)) for key in found)
             return None

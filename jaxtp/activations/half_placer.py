@@ -7,14 +7,14 @@ from jax.extend.core import Literal
 
 from jaxtp.activations.left_alone import PRODUCTS
 from jaxtp.activations.placer import FREE, Placer
-from jaxtp.activations.sums_apart import Product
+from jaxtp.activations.sums_apart import SplitProduct
 from jaxtp.rules.jaxpr.walk import Kind, Scope, Value
 
 
 class HalfPlacer(Placer):
     """A placer that can take the sums of row products apart."""
 
-    def apart(self, scope: Scope, equation: Any) -> Product | None:
+    def apart(self, scope: Scope, equation: Any) -> SplitProduct | None:
         """The product of an equation, if it enters or leaves a region by one evenly split dim."""
         if equation.primitive.name != "dot_general" or _product_value(scope, equation) is None:
             return None
@@ -34,7 +34,7 @@ class HalfPlacer(Placer):
             return None
         if w.shape[split[0]] % ways or self.analysis.findings[w.path].pieces:
             return None
-        product = Product(params, weight, split[0], ways)
+        product = SplitProduct(params, weight, split[0], ways)
         x_split = [d for d, c in enumerate(self.dims(x)) if self.axes(c)]
         fits = bool(x_split) if product.is_row else self.on_stream(x) and not x_split
         return product if fits else None

@@ -19,7 +19,7 @@ from jax.extend import core
 
 from jaxtp.activations.fused_products import joined, value_of
 from jaxtp.activations.half_placer import HalfPlacer
-from jaxtp.activations.sums_apart import Product
+from jaxtp.activations.sums_apart import SplitProduct
 from jaxtp.rules.jaxpr.halves import Halves, Lies
 from jaxtp.rules.jaxpr.primitives import PRIMITIVES
 from jaxtp.rules.jaxpr.reentry import checkpoint, inline, read, same_rank, scan
@@ -188,7 +188,7 @@ class HalvesInTurns:
         return outputs
 
     def _product(
-        self, side: HalfRun, frame: HalfFrame, equation: Any, product: Product
+        self, side: HalfRun, frame: HalfFrame, equation: Any, product: SplitProduct
     ) -> Generator[Stop, Any, None]:
         placer, known = self._placer, frame.known
         var, weight = equation.invars[1 - product.weight], equation.invars[product.weight]

@@ -50,7 +50,7 @@ class NotByRows(Exception):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Product:
+class TokenProduct:
     """A product of tokens with tokens.
 
     Attributes:
@@ -111,7 +111,7 @@ class Facts(NamedTuple):
     """
 
     wirings: dict[Scope, Wiring]
-    products: Mapping[tuple[Scope, int], Product]
+    products: Mapping[tuple[Scope, int], TokenProduct]
     scored: set[tuple[Scope, Any]]
     found: set[tuple[Scope, int]]
 
@@ -173,7 +173,7 @@ def rows_of_chunk(rows: int, keys: int) -> int:
     return max((size for size in sizes if size <= most), default=min(sizes, default=rows))
 
 
-class Weights:
+class AttentionWeights:
     """Weights of values, by the rows of their queries.
 
     Args:
@@ -186,7 +186,7 @@ class Weights:
         NotByRows: If something else needs the scores, or an equation cannot be run by rows.
     """
 
-    def __init__(self, facts: Facts, level: Level, product: Product, num_queries: int) -> None:
+    def __init__(self, facts: Facts, level: Level, product: TokenProduct, num_queries: int) -> None:
         self._facts, self._num_scores = facts, num_queries * product.num_summed
         self._arrays: dict[Any, Any] = {}
         self._rows: dict[Any, _Row] = {}

@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxtp.activations.attentions import Attentions, Frame
 from jaxtp.activations.fused_products import joined
-from jaxtp.activations.row_chunks import Product
+from jaxtp.activations.row_chunks import TokenProduct
 from jaxtp.errors import IdleDevices, SizeMismatch
 from jaxtp.mesh.axes import Axis
 from jaxtp.plan.decisions import Plan
@@ -144,7 +144,7 @@ class Sequences:
         meeting: Meeting,
         gather: Callable[[Any, Value, int, bool], Any],
         place: Place,
-    ) -> Product:
+    ) -> TokenProduct:
         """A product, with one operand gathered where it is narrowest.
 
         Args:
@@ -165,9 +165,11 @@ class Sequences:
             return y
 
         side = 1 - meeting.gathered
-        return Product(equation, operands[side], meeting.kept, side, other, meeting.result, place)
+        return TokenProduct(
+            equation, operands[side], meeting.kept, side, other, meeting.result, place
+        )
 
-    def result(self, product: Product, scored: Scope | None, ways: int) -> Any:
+    def result(self, product: TokenProduct, scored: Scope | None, ways: int) -> Any:
         """What a product gives; one with values for some queries at a time, if there are many.
 
         Args:

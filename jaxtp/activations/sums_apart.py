@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Product:
+class SplitProduct:
     """An activation times a weight whose dim `split` is sharded over W devices.
 
     Attributes:

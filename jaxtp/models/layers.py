@@ -326,7 +326,7 @@ def _sums_in_stages(x_BTD: jax.Array, active: ActivePlan) -> str:
     )
 
 
-def _as_data(layers: Layer, branch: Branch) -> interleaving.Branch:
+def _as_data(layers: Layer, branch: Branch) -> interleaving.ResidualBranch:
     norm_graph, norm_params = nnx.split(getattr(layers, branch.norm))
     block_graph, block_params = nnx.split(getattr(layers, branch.block))
 
@@ -337,7 +337,7 @@ def _as_data(layers: Layer, branch: Branch) -> interleaving.Branch:
         taken = {name: context.get(name) for name in branch.takes}
         return nnx.merge(block_graph, params)(h_BTD, **taken)
 
-    return interleaving.Branch(
+    return interleaving.ResidualBranch(
         name=branch.block,
         norm=norm,
         block=block,

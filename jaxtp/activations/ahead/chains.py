@@ -13,10 +13,10 @@ from jaxtp.activations.ahead.chain_passes import ChainRun
 from jaxtp.activations.ahead.passes import is_float
 from jaxtp.activations.ahead.product_types import product_type
 from jaxtp.activations.ahead.scan_layer import Body, Turn
-from jaxtp.activations.ahead.scan_loop import Cut, Loop
+from jaxtp.activations.ahead.scan_loop import BatchCut, LeftAlone, Loop
 from jaxtp.activations.ahead.segments import Segment, StraightLine
 from jaxtp.activations.ahead.specs import spec_of
-from jaxtp.activations.ahead.weights import SMALL_BYTES, Leaf, Weights
+from jaxtp.activations.ahead.weights import SMALL_BYTES, StackedArray, Weights
 from jaxtp.activations.batch_parts import along_batch
 from jaxtp.activations.fused_products import value_of
 from jaxtp.activations.placer import Placer
@@ -26,7 +26,7 @@ from jaxtp.rules.jaxpr.walk import UNKNOWN, Kind, Scope, where
 
 
 @dataclasses.dataclass(frozen=True)
-class Layer:
+class UnrolledLayer:
     """One layer, by the variables of the program that it stands in.
 
     Attributes:
@@ -75,7 +75,7 @@ class Chain:
         same: Their results that are inputs of the program -> those inputs.
     """
 
-    layers: Sequence[Layer]
+    layers: Sequence[UnrolledLayer]
     loops: Sequence[Loop]
     programs: Sequence[tuple[Scope, Halves]]
     first: int
@@ -106,7 +106,7 @@ class Chain:
         out = cut.join(run(params, x, context), at)
         known[self.layers[-1].result] = along_batch(placer, out, at.dim)
 
-    def _run(self, layer: Layer, loop: Loop) -> Any:
+    def _run(self, layer: UnrolledLayer, loop: Loop) -> Any:
         operands = [var.aval for var in (*layer.context, layer.carried)]
         stacked = {
             str(n): jax.ShapeDtypeStruct((1, *var.aval.shape), var.aval.dtype)
@@ -129,7 +129,7 @@ class ChainFinder:
     """
 
     whole: Placer
-    cut: Cut
+    cut: BatchCut
     body: Callable[[Scope, Halves], Body]
     sharded: Collection[str]
     left: list[str] = dataclasses.field(default_factory=list)
@@ -167,7 +167,7 @@ class ChainFinder:
                     found.append(Chain(links, loops, programs, min(held), held, same))
         return found, taken
 
-    def _layers(self, line: StraightLine, segments: Sequence[Segment]) -> Iterator[Layer]:
+    def _layers(self, line: StraightLine, segments: Sequence[Segment]) -> Iterator[UnrolledLayer]:
         held = [line.held(segment) for segment in segments]
         inputs = [line.inputs(one) for one in held]
         times = collections.Counter(var for one in inputs for var in one)
@@ -188,11 +188,11 @@ class ChainFinder:
             ]
             context = [var for var in taken if var is not carried and var not in own]
             result = line.result(segment)
-            yield Layer(positions, context, carried, own, result)
+            yield UnrolledLayer(positions, context, carried, own, result)
             carried = result
 
     def _made(
-        self, layer: Layer, scope: Scope, part: Scope
+        self, layer: UnrolledLayer, scope: Scope, part: Scope
     ) -> tuple[Loop, tuple[Scope, Halves]] | None:
         """A layer as a loop of one turn, and its program; None if it stays as it is."""
         reason = "weights are gathered in their own layer"
@@ -200,19 +200,21 @@ class ChainFinder:
             return self._loop(layer, scope, part)
         except MixesBatch as error:
             self.left.append(f"{reason}: rows meet in {error}")
-        except _LeftAlone as error:
+        except LeftAlone as error:
             self.left.append(f"{reason}: {error}")
         return None
 
-    def _loop(self, layer: Layer, scope: Scope, part: Scope) -> tuple[Loop, tuple[Scope, Halves]]:
+    def _loop(
+        self, layer: UnrolledLayer, scope: Scope, part: Scope
+    ) -> tuple[Loop, tuple[Scope, Halves]]:
         if layer.carried is None:
-            raise _LeftAlone(f"nothing comes in at {self._at(scope, layer)}")
+            raise LeftAlone(f"nothing comes in at {self._at(scope, layer)}")
         two = layer.program(scope, _names(scope, scope))
         one = layer.program(part, _names(scope, part))
         for equation in two.jaxpr.eqns:
             if equation.effects:
                 line = where(equation) or UNKNOWN
-                raise _LeftAlone(f"`{equation.primitive.name}` at {line} has effects")
+                raise LeftAlone(f"`{equation.primitive.name}` at {line} has effects")
         given = one.jaxpr.invars, two.jaxpr.invars
         rows, parts = self.cut.rows, self.cut.pieces * self.whole.plan.mesh.batch_ways
         lies = lies_by_size(*given, rows, parts)
@@ -220,9 +222,9 @@ class ChainFinder:
         first = len(layer.context) + 1
         results = [halves.where(var) for var in one.jaxpr.outvars]
         if not all((*results, lies[first - 1])):
-            raise _LeftAlone(f"it hands on numbers that all rows share: {self._at(scope, layer)}")
+            raise LeftAlone(f"it hands on numbers that all rows share: {self._at(scope, layer)}")
         if any(lies[first:]):
-            raise _LeftAlone(f"the batch lies in its weights: {self._at(scope, layer)}")
+            raise LeftAlone(f"the batch lies in its weights: {self._at(scope, layer)}")
         leaves = {
             str(n): self._leaf(two, var, self._spec(scope, var))
             for n, var in enumerate(layer.weights)
@@ -242,24 +244,20 @@ class ChainFinder:
         value = self.whole.analysis.value(scope, var)
         spec = spec_of(self.whole.analysis, self.whole.plan, value)
         if spec is None:
-            raise _LeftAlone(f"{value.path} comes in another shape")
+            raise LeftAlone(f"{value.path} comes in another shape")
         return spec
 
     @staticmethod
-    def _at(scope: Scope, layer: Layer) -> str:
+    def _at(scope: Scope, layer: UnrolledLayer) -> str:
         lines = (where(scope.jaxpr.eqns[position]) for position in layer.held)
         return next(filter(None, lines), UNKNOWN)
 
     @staticmethod
-    def _leaf(program: Scope, var: Any, spec: Spec) -> Leaf:
+    def _leaf(program: Scope, var: Any, spec: Spec) -> StackedArray:
         """How one parameter comes and its gradient goes."""
         dtype = product_type(program.jaxpr, var)
         size = var.aval.size * jnp.dtype(dtype).itemsize
-        return Leaf(spec, str(dtype), reduces_late=size < SMALL_BYTES)
-
-
-class _LeftAlone(Exception):
-    """Why a layer runs as it is."""
+        return StackedArray(spec, str(dtype), reduces_late=size < SMALL_BYTES)
 
 
 def _names(scope: Scope, other: Scope) -> dict[Any, Any]:

@@ -2,7 +2,7 @@
 
 The forward pass gathers the weights of layer i + 1 beside layer i. The backward pass gathers those
 of layer i - 1 and reduces the gradients of layer i + 1 beside layer i. What is kept of the forward
-pass a `Run` says; no gathered weight is.
+pass a `LayerRun` says; no gathered weight is.
 """
 
 import functools
@@ -20,7 +20,7 @@ from jaxtp.plan.trees import PyTree
 barrier = lax.optimization_barrier
 
 
-class Run(Protocol):
+class LayerRun(Protocol):
     """Equal layers on all replicas; R in front of an array's shape is one dim a batch axis."""
 
     @property
@@ -81,7 +81,7 @@ class Run(Protocol):
         ...
 
 
-def differentiable(run: Run) -> Any:
+def differentiable(run: LayerRun) -> Any:
     """`(params, x, context, rows) -> (x, y)`, with its own backward pass.
 
     What it takes are trees: parameters stacked, `(layers, ...)`; what the first layer takes, (R,
@@ -108,7 +108,7 @@ def differentiable(run: Run) -> Any:
 
 
 def _forward(
-    run: Run, params: PyTree, x: Any, context: Any, rows: Any, *, keep: bool
+    run: LayerRun, params: PyTree, x: Any, context: Any, rows: Any, *, keep: bool
 ) -> tuple[Any, Any, Any]:
     """What the last layer hands on, what all give beside it, and what is kept if `keep`.
 
@@ -140,7 +140,7 @@ def _forward(
 
 
 def _backward(
-    run: Run, params: PyTree, kept: Any, around: tuple[Any, Any], d_x: Any, d_ys: Any
+    run: LayerRun, params: PyTree, kept: Any, around: tuple[Any, Any], d_x: Any, d_ys: Any
 ) -> tuple[PyTree, Any, Any]:
     """Gradients of the parameters, of what the first layer takes, and sums of the context's."""
     weights, last, (context, rows) = run.weights, run.num_layers - 1, around
@@ -197,7 +197,7 @@ def _with_none(cotangents: Any, like: Any) -> Any:
     return jax.tree.unflatten(tree, [next(found, None) if is_float(x) else None for x in arrays])
 
 
-def _room(run: Run, num_layers: int, one: Any) -> jax.Array:
+def _room(run: LayerRun, num_layers: int, one: Any) -> jax.Array:
     replicas: Replicas = run.weights.replicas
     zeros = jnp.zeros((num_layers, *one.shape), one.dtype)
     if one.ndim < len(replicas.axes):

@@ -145,7 +145,7 @@ class Pullback:
 
 @dataclasses.dataclass(frozen=True)
 class ScanRun:
-    """A `Run` of a scan.
+    """A `LayerRun` of a scan.
 
     Attributes:
         turn: Its body.

@@ -16,8 +16,12 @@ from jaxtp.activations.placer import FREE, Placer
 from jaxtp.rules.jaxpr.halves import Lies
 
 
+class LeftAlone(Exception):
+    """Why a scan or a layer runs as it is."""
+
+
 @dataclasses.dataclass(frozen=True)
-class Cut:
+class BatchCut:
     """How arrays are cut into what replicas have, and that into pieces.
 
     Attributes:
@@ -82,7 +86,7 @@ class Loop:
         first: How many operands are no rows.
     """
 
-    cut: Cut
+    cut: BatchCut
     turn: Turn
     weights: Weights
     num_layers: int

@@ -19,9 +19,9 @@ from jaxtp.activations.ahead.chains import Chain, ChainFinder
 from jaxtp.activations.ahead.passes import is_float
 from jaxtp.activations.ahead.product_types import product_type
 from jaxtp.activations.ahead.scan_layer import Body, Turn
-from jaxtp.activations.ahead.scan_loop import Cut, Loop
+from jaxtp.activations.ahead.scan_loop import BatchCut, LeftAlone, Loop
 from jaxtp.activations.ahead.specs import spec_of
-from jaxtp.activations.ahead.weights import SMALL_BYTES, Leaf, Replicas, Weights, other_axes
+from jaxtp.activations.ahead.weights import SMALL_BYTES, Replicas, StackedArray, Weights, other_axes
 from jaxtp.activations.batch_parts import another, batch_of, traced_on_part
 from jaxtp.activations.by_name import ActivePlan
 from jaxtp.activations.half_batches import check_sums
@@ -287,7 +287,7 @@ class _Finder:
     def _unrolled(self, scope: Scope, part: Scope) -> set[int]:
         """Finds layers without a loop; gives the positions of their equations."""
         closed = {position for position in scope.calls if self._has_loop(scope, position)}
-        cut = Cut(self._replicas(), self.rows, self.pieces)
+        cut = BatchCut(self._replicas(), self.rows, self.pieces)
         finder = ChainFinder(self.whole, cut, partial(self._body, behind=True), self.sharded)
         chains, taken = finder.search(scope, part, closed)
         self.left += finder.left
@@ -333,7 +333,7 @@ class _Finder:
             return
         except MixesBatch as error:
             self.left.append(f"weights are gathered in their own turn: rows meet in {error}")
-        except _LeftAlone as error:
+        except LeftAlone as error:
             self.left.append(f"weights are gathered in their own turn of `scan` at {line}: {error}")
         self.met |= held
 
@@ -342,7 +342,7 @@ class _Finder:
         body_two: Any = bare(two.params["jaxpr"])
         first = _first_row(two)
         num_carry = same_rank(two.outvars, body_two.outvars).count(True)
-        cut = Cut(self._replicas(), self.rows, self.pieces)
+        cut = BatchCut(self._replicas(), self.rows, self.pieces)
         lies = [found.where(var) for var in one.invars]
         body = found.calls[0]
         results = [body.where(var) for var in body.half.outvars]
@@ -384,12 +384,12 @@ class _Finder:
             self.in_vain.add(place)
             self.notes.append(str(error))
 
-    def _leaf(self, jaxpr: Any, var: Any, value: Any, outer: Any) -> Leaf:
+    def _leaf(self, jaxpr: Any, var: Any, value: Any, outer: Any) -> StackedArray:
         """How one row with gradients is sharded."""
         dtype = product_type(jaxpr, var)
         size = var.aval.size * jnp.dtype(dtype).itemsize
         spec = self._spec(value, len(outer.aval.shape))
-        return Leaf(spec, str(dtype), reduces_late=size < SMALL_BYTES)
+        return StackedArray(spec, str(dtype), reduces_late=size < SMALL_BYTES)
 
     def _spec(self, value: Any, ndim: int) -> Spec:
         """Mesh axes of each dim of a row of a parameter that a scan slices."""
@@ -397,17 +397,13 @@ class _Finder:
         if not value.path:
             if value.kind is Kind.CONSTANT:
                 return ((),) * (ndim - 1)
-            raise _LeftAlone("what it slices is computed from parameters or inputs")
+            raise LeftAlone("what it slices is computed from parameters or inputs")
         spec = spec_of(analysis, self.whole.plan, value)
         if spec is None:
-            raise _LeftAlone(f"{value.path} comes in another shape")
+            raise LeftAlone(f"{value.path} comes in another shape")
         if spec[0]:
-            raise _LeftAlone(f"the layers of {value.path} are sharded over {join(spec[0])}")
+            raise LeftAlone(f"the layers of {value.path} are sharded over {join(spec[0])}")
         return spec[1:]
-
-
-class _LeftAlone(Exception):
-    """Why a scan runs as it is."""
 
 
 def _first_row(scan: Any) -> int:
@@ -426,19 +422,19 @@ def _check(
     """Refuses scans that are not written anew.
 
     Raises:
-        _LeftAlone: Always with the reason.
+        LeftAlone: Always with the reason.
     """
     carried = [var.aval for var in scan.outvars[:num_carry]]
     pairs = list(zip(carried, results[:num_carry], strict=True))
     if scan.params["reverse"]:
-        raise _LeftAlone("it runs backward")
+        raise LeftAlone("it runs backward")
     if any(lies[first:]):
-        raise _LeftAlone("it slices what has rows of the batch")
+        raise LeftAlone("it slices what has rows of the batch")
     if not all(results[num_carry:]):
-        raise _LeftAlone("it stacks what has no rows of the batch")
+        raise LeftAlone("it stacks what has no rows of the batch")
     if not any(results[:num_carry]):
-        raise _LeftAlone("it carries no rows of the batch")
+        raise LeftAlone("it carries no rows of the batch")
     if any(is_float(aval) and not where for aval, where in pairs):
-        raise _LeftAlone("it carries numbers that all rows share")
+        raise LeftAlone("it carries numbers that all rows share")
     if any(jnp.issubdtype(aval.dtype, jax.dtypes.extended) for aval in carried):
-        raise _LeftAlone("it carries random keys")
+        raise LeftAlone("it carries random keys")

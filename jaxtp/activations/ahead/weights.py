@@ -29,7 +29,7 @@ would cost a message of its own that is all start-up."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Leaf:
+class StackedArray:
     """One stacked array.
 
     Attributes:
@@ -109,7 +109,7 @@ class Weights:
     """
 
     replicas: Replicas
-    by_path: dict[str, Leaf]
+    by_path: dict[str, StackedArray]
 
     @property
     def are_sharded(self) -> bool:
@@ -245,7 +245,7 @@ def weights_of(
     Raises:
         NotInterleaved: TP073, if the plan does not know a parameter or shards its layers.
     """
-    by_path: dict[str, Leaf] = {}
+    by_path: dict[str, StackedArray] = {}
     for (path, w), dtype in zip(leaves(stacked), types, strict=True):
         decision = decision_of(f"{where}/{path}".strip("/"), w.shape, active)
         if decision.spec and decision.spec[0]:
@@ -256,7 +256,7 @@ def weights_of(
             )
         spec = decision.spec[1:]
         size = w.size // max(w.shape[0], 1) * itemsize(str(dtype))
-        by_path[path] = Leaf(spec, str(dtype), size < SMALL_BYTES)
+        by_path[path] = StackedArray(spec, str(dtype), size < SMALL_BYTES)
     return Weights(Replicas(active), by_path)
 
 

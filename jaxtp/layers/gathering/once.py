@@ -23,8 +23,8 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxtp.activations.ahead.weights import (
-    Leaf,
     Replicas,
+    StackedArray,
     Weights,
     decision_of,
     other_axes,
@@ -128,10 +128,10 @@ def once_of(types: Callable[[], Sequence[Any]], stacked: PyTree, active: ActiveP
             fix='overlap="auto"',
         )
     assert active.stages is not None
-    found: dict[str, Leaf] = {}
+    found: dict[str, StackedArray] = {}
     for (path, w), dtype in zip(leaves(stacked), types(), strict=True):
         decision = decision_of(path, (active.stages.num_layers, *w.shape[1:]), active)
-        found[path] = Leaf(decision.spec, str(dtype), reduces_late=False)
+        found[path] = StackedArray(decision.spec, str(dtype), reduces_late=False)
     return Once(Weights(Replicas(active), found), shape.name_of(Axis.PP))
 
 

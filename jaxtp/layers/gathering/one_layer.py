@@ -22,7 +22,7 @@ from jaxtp.plan.trees import PyTree
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class GatheredRun:
     """What does not depend on arrays.
 
     Attributes:
@@ -115,7 +115,7 @@ def trace_layer(
     context: Mapping[str, Any],
     rows: Mapping[str, Any],
     active: ActivePlan,
-) -> Run:
+) -> GatheredRun:
     """Traces one layer on one replica, to see what its backward pass needs."""
     if policy is None:
         raise NotInterleaved(
@@ -137,7 +137,7 @@ def trace_layer(
             body = draw.taken(body)
         layer = jax.checkpoint(body, policy=policy, prevent_cse=False)
         trace, kept, given = _traced(layer, x, _of_types(w, types), own)
-    return Run(
+    return GatheredRun(
         weights=weights_of(params, types, active),
         num_layers=jax.tree.leaves(params)[0].shape[0],
         context_axes=axes,
@@ -151,7 +151,7 @@ def trace_layer(
 def _traced(
     layer: Layer, x: Any, w: PyTree, context: Any
 ) -> tuple[OneTrace, tuple[int, ...], dict[int, int]]:
-    """A layer with its pullback, and `kept` and `given` of a `Run`."""
+    """A layer with its pullback, and `kept` and `given` of a `GatheredRun`."""
 
     def vjp(x: Any, w: PyTree, context: Any) -> tuple[Any, Any]:
         return jax.vjp(lambda x, w: layer(x, w, context), x, w)

@@ -6,6 +6,6 @@ writes every collective.
 """
 
 from jaxtp.layers.interleaving.halves import interleave
-from jaxtp.layers.interleaving.partial_blocks import Branch, Context
+from jaxtp.layers.interleaving.partial_blocks import Context, ResidualBranch
 
-__all__ = ["Branch", "Context", "interleave"]
+__all__ = ["Context", "ResidualBranch", "interleave"]

@@ -26,7 +26,7 @@ from jax import lax
 
 from jaxtp.activations.ahead.loops import in_pairs, take
 from jaxtp.activations.ahead.weights import Weights
-from jaxtp.layers.interleaving.partial_blocks import Branch, Context, Partial
+from jaxtp.layers.interleaving.partial_blocks import Context, Partial, ResidualBranch
 from jaxtp.layers.interleaving.residual_stream import TOKENS, Stream
 from jaxtp.plan.trees import PyTree
 
@@ -49,7 +49,7 @@ class Stack:
             with one replica.
     """
 
-    branches: tuple[Branch, ...]
+    branches: tuple[ResidualBranch, ...]
     partials: tuple[Partial, ...]
     num_pieces: tuple[int, ...]
     stream: Stream

@@ -13,7 +13,7 @@ from jaxtp.activations.by_name import ActivePlan
 from jaxtp.errors import NotInterleaved
 from jaxtp.layers.interleaving.backward_pass import backward
 from jaxtp.layers.interleaving.forward_pass import Params, Stack, forward
-from jaxtp.layers.interleaving.partial_blocks import Branch, Context, partial_of
+from jaxtp.layers.interleaving.partial_blocks import Context, ResidualBranch, partial_of
 from jaxtp.layers.interleaving.residual_stream import TOKENS, stream_of
 from jaxtp.plan.trees import PyTree, leaves
 
@@ -21,7 +21,7 @@ Saved = tuple[Params, list[list[jax.Array]], list[Context]]
 
 
 def interleave(
-    branches: Sequence[Branch], x_BTD: jax.Array, context: Context, active: ActivePlan
+    branches: Sequence[ResidualBranch], x_BTD: jax.Array, context: Context, active: ActivePlan
 ) -> jax.Array:
     """The residual stream behind all layers; numbers as from one branch after the other.
 
@@ -62,7 +62,7 @@ def interleave(
 
 
 def _weights(
-    branches: Sequence[Branch], dtype: jnp.dtype, active: ActivePlan
+    branches: Sequence[ResidualBranch], dtype: jnp.dtype, active: ActivePlan
 ) -> tuple[Weights, ...] | None:
     """How the blocks' weights come to the replicas; None if there is one."""
     if active.shape.batch_ways == 1:

@@ -30,7 +30,7 @@ Context = Mapping[str, jax.Array | None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Branch:
+class ResidualBranch:
     """`x + block(norm(x))`, one of the residual branches of a layer.
 
     Attributes:
@@ -52,7 +52,7 @@ class Branch:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Cut:
+class WeightCut:
     """How a weight of one layer comes to the devices.
 
     Attributes:
@@ -122,7 +122,7 @@ class Partial:
 
     ways: Ways
     block: Callable[[PyTree, jax.Array, Context], jax.Array]
-    cuts: Mapping[str, Cut]
+    cuts: Mapping[str, WeightCut]
     row: str
 
     def cut(self, params: PyTree, dtype: jnp.dtype) -> PyTree:
@@ -240,7 +240,7 @@ class Partial:
         return x_B.reshape(self.ways.num_replicas, -1, *x_B.shape[1:])
 
 
-def partial_of(branch: Branch, active: ActivePlan) -> Partial:
+def partial_of(branch: ResidualBranch, active: ActivePlan) -> Partial:
     """The block of a branch, divided as the plan in force shards its weights.
 
     Raises:
@@ -261,18 +261,18 @@ def partial_of(branch: Branch, active: ActivePlan) -> Partial:
     return Partial(Ways(active), branch.block, cuts, rows[0])
 
 
-def _cut(decision: ParamDecision, active: ActivePlan) -> Cut:
+def _cut(decision: ParamDecision, active: ActivePlan) -> WeightCut:
     shape, spec = active.shape, decision.spec
     along = [tuple(axis for axis in axes if axis in shape.tp) for axes in spec]
     dims = [dim for dim, axes in enumerate(along) if axes]
     if spec[0]:
         problem = f"layers are sharded over {'+'.join(spec[0])}"
     elif decision.role == Role.ROW_BIAS:
-        return Cut(added_once=True)
+        return WeightCut(added_once=True)
     elif decision.role in CUT and len(dims) == 1 and along[dims[0]] in _prefixes(decision, active):
-        return Cut(dims[0] - 1, shape.ways(along[dims[0]]))
+        return WeightCut(dims[0] - 1, shape.ways(along[dims[0]]))
     elif decision.role in ON_ALL and not dims:
-        return Cut()
+        return WeightCut()
     else:
         problem = f"a {decision.role} parameter with {shape.ways(sum(along, ()))} parts"
     raise NotInterleaved(
