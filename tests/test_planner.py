@@ -253,7 +253,11 @@ def test_nnx_metadata():
 
 @pytest.mark.parametrize(
     ("rules", "want"),
-    [((("wide", "tp"),), "P(-, tp)"), ((("embed", "tp"), ("wide", None)), "P(tp, -)")],
+    [
+        ((("wide", "tp"),), "P(-, tp)"),
+        ((("embed", "tp"), ("wide", None)), "P(tp, -)"),
+        ((("wide", "tp"), ("embed", "tp")), "P(-, tp)"),  # another dim has it
+    ],
 )
 @pytest.mark.parametrize("where", ["around", "own", "nnx"])
 def test_rules_say_what_logical_names_stand_for(rules, want, where):
@@ -270,6 +274,21 @@ def test_rules_say_what_logical_names_stand_for(rules, want, where):
         result = jaxtp.make_plan(tree, {"tp": 4})
     assert specs(result)["odd/kernel"] == want
     assert result.notes[1:] == ()  # names that no rule maps are none of the mesh
+
+
+def test_of_several_rules_for_a_name_the_first_counts_that_is_free():
+    """As Flax applies them: the list of T5X for two axes, and None before an axis."""
+    lists = (
+        (("wide", "tp"), ("embed", "tp"), ("embed", "fsdp")),
+        (("embed", None), ("wide", "tp"), ("embed", "fsdp")),
+    )
+    for rules in lists:
+        tree = annotated(
+            ("embed", "wide"), functools.partial(nn.with_logical_partitioning, rules=rules)
+        )
+        want = nn.logical_to_mesh_axes(("embed", "wide"), rules)
+        annotation = trees.flatten(tree)["odd/kernel"].annotation
+        assert annotation == tuple(want)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ needs Flax itself, which is then already loaded.
 import dataclasses
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -89,13 +89,13 @@ def _annotation(box: Any) -> Annotation | None:
 
     Logical names are those of the mesh where the box or Flax's context says by rules which.
     """
-    rules: dict[str, Any] = {}
+    rules: list[tuple[str, Any]] = []
     if hasattr(box, "get_metadata"):
         meta = box.get_metadata()
         names = next(
             (meta[k] for k in ("out_sharding", "sharding_names", "sharding") if meta.get(k)), None
         )
-        rules = _rules(meta.get("sharding_rules"))
+        rules = list(dict(_rules(meta.get("sharding_rules"))).items())  # the last of a name, in NNX
     else:
         names = getattr(box, "names", None)
         if hasattr(box, "rules"):  # `nn.LogicallyPartitioned`; names of `nn.Partitioned` are axes
@@ -105,17 +105,32 @@ def _annotation(box: Any) -> Annotation | None:
         names = (names,)
     if not isinstance(names, tuple | list | PartitionSpec):
         return None
-    named = (tuple(n) if isinstance(n, list) else n for n in names)
-    return tuple(rules.get(n, n) if isinstance(n, str) else n for n in named)
+    named = tuple(tuple(n) if isinstance(n, list) else n for n in names)
+    axes = _by_rules(named, rules)
+    return tuple(axes.get(n, n) if isinstance(n, str) else n for n in named)
 
 
-def _rules(own: Any) -> dict[str, Any]:
+def _rules(own: Any) -> list[tuple[str, Any]]:
     """What logical names stand for: rules of a box, and of `nn.logical_axis_rules` around us."""
     spmd = sys.modules.get("flax.core.spmd")
     around = spmd.get_logical_axis_rules() if spmd is not None else ()
-    found: dict[str, Any] = {}
-    for name, axis in (*(own or ()), *(around or ())):
-        found.setdefault(name, axis)
+    return [*(own or ()), *(around or ())]
+
+
+def _by_rules(names: Annotation, rules: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """The axes of each name that has a rule.
+
+    As in `flax.linen.logical_to_mesh_axes`, the first rule counts whose axes no other dim of the
+    array has taken; a dim for which there is none is not sharded.
+    """
+    found: dict[str, Any] = dict.fromkeys(name for name, _ in rules)
+    missing, taken = {name for name in names if name in found}, set[str]()
+    for name, axes in rules:
+        wanted = {axes} if isinstance(axes, str) else set(axes or ())
+        if name in missing and not wanted & taken:
+            found[name] = axes
+            missing.remove(name)
+            taken |= wanted
     return found
 
 
