@@ -315,10 +315,25 @@ def kept_by_all(params, x):
     return sum(seen)
 
 
+def over_a_skip(params, x):
+    """Layers in front of a skip, under it, and behind it."""
+    first = one(x, params[0])
+    return through(through(first, params[1:4]) + first, params[4:])
+
+
+def in_vain(params, x):
+    """Nobody takes what the last layers make."""
+    x = through(x, params[:3])
+    through(x, params[3:])
+    return x
+
+
 @pytest.mark.parametrize(
     ("fn", "barred", "notes"),
     [
         (jitted, 12, []),
+        (over_a_skip, 10, ["no loop gathers them ahead: 0/down, 0/up"]),
+        (in_vain, 10, ["no loop gathers them ahead: 5/down, 5/up"]),
         (centred, 8, ["(centred)"]),
         (in_two_parts, 12, []),
         (kept_by_all, 0, ["no loop gathers them ahead: 0/down, 0/up, 1/down"]),

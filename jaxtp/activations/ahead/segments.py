@@ -12,9 +12,9 @@ import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 from jax.extend.core import Literal
 
+from jaxtp.activations.ahead.passes import is_float
 from jaxtp.rules.jaxpr.primitives import PRIMITIVES
 from jaxtp.rules.jaxpr.reentry import checkpoint, inline
 from jaxtp.rules.jaxpr.walk import Kind, Scope
@@ -144,7 +144,8 @@ class StraightLine:
                 if self._most(inner) < MANY:
                     found[-1].append(segment)
                 else:
-                    found.append(inner)  # what follows hands on one array, too
+                    # What follows starts from what the last of them hands on, be it behind a skip.
+                    found.append([*inner[:-1], (inner[-1][0], segment[1])])
         return [self._grouped(one) for one in found if self._most(one) > 1]
 
     def _next(self, first: int, stop: int) -> int | None:
@@ -168,24 +169,24 @@ class StraightLine:
         """
         if outside:
             start = self._next(start, stop) or start
-        alive, cuts = set[Any](), list[int]()
+        alive, cuts = set[Any](), list[tuple[int, Any]]()
         for position in range(start, stop):
             if not self.moves(position):
                 continue
             equation = self.scope.jaxpr.eqns[position]
             alive |= {var for var in equation.outvars if self._goes_on(var, position)}
             alive -= {v for v in _variables(equation.invars) if self._last[v] <= position}
-            if len(alive) == 1 and jnp.issubdtype(next(iter(alive)).aval.dtype, jnp.inexact):
-                cuts.append(position)
+            if len(alive) == 1:
+                cuts += [(position, var) for var in alive if is_float(var.aval)]
         found: list[Segment] = []
-        for cut in cuts:
+        for cut, handed_on in cuts:
             if not self._shapes((start, cut)):  # nothing that comes from elsewhere
                 if found and self._next(cut + 1, stop) is not None:
                     found[-1] = found[-1][0], cut
                     start = cut + 1
-                continue
-            found.append((start, cut))
-            start = cut + 1
+            elif self._made[handed_on] >= start:  # else nobody takes what was made since
+                found.append((start, cut))
+                start = cut + 1
         return self._with_first(found)
 
     def _most(self, segments: Sequence[Segment]) -> int:
