@@ -72,3 +72,39 @@ def test_products_and_collectives_have_no_memory_traffic(version):
     for one in module.entry:
         if "all-" in one.opcode or one.opcode == "custom-call":
             assert memory_bytes(module, module.entry, one) == 0
+
+
+STACKS = """HloModule stacks, is_scheduled=true
+
+%keep (stack: bf16[8,1024], x: bf16[1024], i: s32[]) -> bf16[8,1024] {
+  %stack = bf16[8,1024]{1,0} parameter(0)
+  %x = bf16[1024]{0} parameter(1)
+  %one = bf16[1,1024]{1,0} bitcast(%x)
+  %i = s32[] parameter(2)
+  %zero = s32[] constant(0)
+  ROOT %kept = bf16[8,1024]{1,0} dynamic-update-slice(%stack, %one, %i, %zero)
+}
+
+%sum (stack: bf16[8,1024], i: s32[]) -> bf16[1,1024] {
+  %stack = bf16[8,1024]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  %own = bf16[1,1024]{1,0} dynamic-slice(%stack, %i, %zero), dynamic_slice_sizes={1,1024}
+  ROOT %twice = bf16[1,1024]{1,0} add(%own, %own)
+}
+
+ENTRY %main (stack: bf16[8,1024], x: bf16[1024], i: s32[]) -> bf16[1,1024] {
+  %stack = bf16[8,1024]{1,0} parameter(0)
+  %x = bf16[1024]{0} parameter(1)
+  %i = s32[] parameter(2)
+  %keep.1 = bf16[8,1024]{1,0} fusion(%stack, %x, %i), kind=kLoop, calls=%keep
+  ROOT %sum.1 = bf16[1,1024]{1,0} fusion(%keep.1, %i), kind=kLoop, calls=%sum
+}
+"""
+
+
+def test_a_stack_costs_what_is_put_into_it_or_taken_from_it():
+    """Either fusion reads one row of 2 KiB and writes one; the index has 4 bytes."""
+    module = parse(STACKS)
+    found = {one.name: memory_bytes(module, module.entry, one) for one in module.entry}
+    assert found["keep.1"] == found["sum.1"] == 2 * 2048 + 4

@@ -6,7 +6,7 @@ there, returns nothing.
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from jaxtp.compile.hlo import Computation, Instruction, Module, Shape
 
@@ -179,17 +179,25 @@ def _read(body: Computation) -> int:
 
 
 def parameter_bytes(body: Computation, parameter: Instruction) -> int:
-    """Bytes that a fusion reads of one of its parameters: of what it only slices, the slices."""
-    users = _through_bitcasts(body, parameter)
-    sliced = [u for u in users if u.opcode in ("dynamic-slice", "slice", "gather")]
-    updated = [u for u in users if u.opcode == "dynamic-update-slice"]
-    if users and len(sliced) + len(updated) == len(users):
-        return sum(user.num_bytes for user in sliced)
-    return parameter.num_bytes
+    """Bytes that a fusion reads of one of its parameters: of what it only slices, the slices.
+
+    Nothing of a stack that it updates in place, and all of what it puts there.
+    """
+    sliced = 0
+    for name, user in _uses(body, parameter.name):
+        if user.operands[0] != name:
+            return parameter.num_bytes  # an index, or what is put into a stack
+        if user.opcode in ("dynamic-slice", "slice", "gather"):
+            sliced += user.num_bytes
+        elif user.opcode != "dynamic-update-slice":
+            return parameter.num_bytes
+    return min(sliced, parameter.num_bytes)
 
 
-def _through_bitcasts(body: Computation, instruction: Instruction) -> list[Instruction]:
-    found: list[Instruction] = []
-    for user in body.users[instruction.name]:
-        found += _through_bitcasts(body, user) if user.opcode == "bitcast" else [user]
-    return found
+def _uses(body: Computation, name: str) -> Iterator[tuple[str, Instruction]]:
+    """Who takes a value, and by which name: its own, or that of a bitcast of it."""
+    for user in body.users[name]:
+        if user.opcode == "bitcast":
+            yield from _uses(body, user.name)
+        else:
+            yield name, user
