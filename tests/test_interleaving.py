@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxtp.activations.by_name import active_plan, use_plan
+from jaxtp.activations.by_name import ActivePlan, active_plan, in_force, use_plan
 from jaxtp.config.presets import preset
 from jaxtp.errors import JaxtpWarning, NotInterleaved
 from jaxtp.layers import interleaving
 from jaxtp.mesh.axes import MeshShape
 from jaxtp.mesh.build import make_mesh, plan_mesh
 from jaxtp.models import GPTConfig, LlamaConfig, abstract, build, cross_entropy
+from jaxtp.models.projections import Linear, products
 from jaxtp.placement.arrays import shard
 from jaxtp.plan.decisions import ParamDecision, Plan
 from jaxtp.rules.planner import make_plan
@@ -54,6 +55,27 @@ def close(got, want):
     jax.tree.map(
         lambda g, w, s: np.testing.assert_allclose(g / s, w / s, atol=1e-5), got, want, scale
     )
+
+
+# Maps of the same inputs
+
+
+def test_on_one_device_kernels_are_multiplied_side_by_side():
+    """The same numbers by one product forward and two backward, however many maps there are."""
+    rngs, x = nnx.Rngs(0), jax.random.normal(jax.random.key(1), (2, 3, 8))
+    maps = [Linear(8, (2, 3), use_bias=False, rngs=rngs), Linear(8, 5, rngs=rngs)]
+    mesh = MeshShape.of({"tp": 1})
+    inside = ActivePlan(mesh, False, make_mesh(tp=1, devices=jax.devices()[:1]), is_mapped=True)
+
+    def loss(maps, x):
+        return sum(jnp.sum(jnp.sin(out)) for out in products(x, *maps))
+
+    derivative = jax.value_and_grad(loss, argnums=(0, 1))
+    want, program = derivative(maps, x), jax.make_jaxpr(derivative)(maps, x)
+    with in_force(inside):
+        got, merged = derivative(maps, x), jax.make_jaxpr(derivative)(maps, x)
+    close(got, want)
+    assert [str(one).count("dot_general[") for one in (program, merged)] == [6, 3]
 
 
 # Any branches

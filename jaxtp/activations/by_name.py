@@ -96,6 +96,7 @@ class ActivePlan:
             stage.
         params_sharded: Whether the batch axes shard parameters too.
         experts: Shape and spec of the weights of stacked experts.
+        is_mapped: Whether what runs is one device's part, see `mapped`.
     """
 
     shape: MeshShape
@@ -107,6 +108,7 @@ class ActivePlan:
     stages: Stages | None = None
     params_sharded: bool = False
     experts: frozenset[tuple[tuple[int, ...], Spec]] = frozenset()
+    is_mapped: bool = False
 
     @property
     def batch(self) -> tuple[str, ...]:
@@ -145,7 +147,7 @@ class ActivePlan:
     def mapped(self) -> "ActivePlan":
         """What counts inside a `jax.vmap` over the batch and tensor axes: the other axes only."""
         mapped = [Axis.TP, *Axis.that_shard(Shards.BATCH)]
-        return ActivePlan(self.shape.without(mapped), False, self.mesh)
+        return ActivePlan(self.shape.without(mapped), False, self.mesh, is_mapped=True)
 
 
 # The one ambient value of jaxtp. A ContextVar would be invisible to jit: a function traced outside

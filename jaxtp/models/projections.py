@@ -3,13 +3,15 @@
 What a compiled program says of them names the line that calls them, see `jaxtp.compile.hlo`.
 """
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtp.activations.by_name import constrain
+from jaxtp.activations.by_name import active_plan, constrain
 
 
 class QuantizedKernel(nnx.Module):
@@ -55,6 +57,7 @@ class Linear(nnx.LinearGeneral):
         out_sharding: Any = None,
         *,
         adapter_inputs: jax.Array | None = None,
+        product: jax.Array | None = None,
     ) -> jax.Array:
         """The product over the dims of `in_features`, in `dtype`, plus the bias.
 
@@ -62,10 +65,13 @@ class Linear(nnx.LinearGeneral):
             inputs: What the kernel multiplies.
             out_sharding: As in Flax; not used.
             adapter_inputs: The same for the adapter, see `products`.
+            product: What the kernel makes of them, where that is known.
         """
         num_in, kernel = len(self.in_features), self.kernel
         inputs = inputs.astype(self.dtype)
-        if isinstance(kernel, QuantizedKernel):
+        if product is not None:
+            out = product
+        elif isinstance(kernel, QuantizedKernel):
             out = kernel.product(inputs, num_in)
         else:
             out = jnp.tensordot(inputs, kernel[...].astype(self.dtype), axes=num_in)
@@ -108,7 +114,28 @@ def products(inputs: jax.Array, *maps: Linear) -> tuple[jax.Array, ...]:
     """
     has_adapters = any(one.lora_a is not None for one in maps)
     copied = jnp.copy(inputs) if has_adapters else None
-    return tuple(one(inputs, adapter_inputs=copied) for one in maps)
+    active, own = active_plan(), [None] * len(maps)
+    if active is not None and active.is_mapped:
+        own = _in_one(inputs, maps)
+    pairs = zip(maps, own, strict=True)
+    return tuple(one(inputs, adapter_inputs=copied, product=product) for one, product in pairs)
+
+
+def _in_one(inputs: jax.Array, maps: Sequence[Linear]) -> list[jax.Array]:
+    """What each map's kernel makes of the inputs, by one product with all of them side by side.
+
+    Its derivative is one product too, where those of several leave parts of the inputs' gradient to
+    be added in memory. For kernels of one device: side by side, shards would change places.
+    """
+    num_in = len(maps[0].in_features)
+    kernels = [one.kernel[...].astype(one.dtype) for one in maps]
+    outer = [kernel.shape[num_in:] for kernel in kernels]
+    widths = [math.prod(shape) for shape in outer]
+    flat = [kernel.reshape(*kernel.shape[:num_in], -1) for kernel in kernels]
+    out = jnp.tensordot(inputs.astype(maps[0].dtype), jnp.concatenate(flat, axis=-1), axes=num_in)
+    parts = jax.lax.split(out, widths, axis=out.ndim - 1)
+    pairs = zip(parts, outer, strict=True)
+    return [part.reshape(*part.shape[:-1], *shape) for part, shape in pairs]
 
 
 class TokenTable(nnx.Embed):

@@ -6,13 +6,6 @@ from typing import Any
 from jaxtp.cost.candidates import POLICIES, SETTINGS
 from jaxtp.errors import BadUsage, join
 
-WORDS: Mapping[str, Mapping[str, int]] = {
-    "recompute": {name: int(policy) for name, policy in POLICIES.items()},
-    "interleaved": {"aggressive": 1, "auto": 0, "off": 0},
-    "sequence_parallel": {"true": 1, "false": 0},
-}
-"""Field of `Strategy` -> what its setting is called; all others are numbers."""
-
 
 def checked_fixed(fixed: Any) -> dict[str, Any]:
     """Fixed settings by name; none for None.
@@ -37,20 +30,22 @@ def fixed_fields(
         searched: Settings that the search chooses.
 
     Raises:
-        BadUsage: TP132, for a setting that is not searched, or what is none of its values.
+        BadUsage: TP132, for a setting that is not searched.
     """
     unknown = sorted(set(fixed) - set(searched))
     if unknown:
         raise BadUsage(
             f"{join(unknown)} is not searched", where="fix", fix=f"one of {join(searched, 20)}"
         )
+    words = {name: int(policy) for name, policy in POLICIES.items()}
+    words |= {"aggressive": 1, "auto": 0, "off": 0, "true": 1, "false": 0}
     values: dict[str, int] = {}
     for name, value in fixed.items():
-        field, text = SETTINGS[name], str(value).lower()
-        words = WORDS.get(field)
+        text = str(value).lower()
         try:
-            values[field] = words[text] if words else int(text)
-        except (KeyError, ValueError):
-            known = f"one of {join(words)}" if words else "a number"
-            raise BadUsage(f"{name}={value}", where="fix", fix=known) from None
+            values[SETTINGS[name]] = words[text] if text in words else int(text)
+        except ValueError:
+            raise BadUsage(
+                f"{name}={value}", where="fix", fix=f"a number, or one of {join(words, 20)}"
+            ) from None
     return values

@@ -247,7 +247,7 @@ def _outlive(folder: Folder, files: OwnerFiles, owner: Owner, say: Callable[[str
             f"it belongs to a run that still lives: process {owner.pid} on {owner.host}, since "
             f"{owner.since}: {owner.command}",
             where=str(folder),
-            fix=f"another folder; or end that run (kill {owner.pid} on {owner.host}), and the "
+            fix=f"another run.folder; or end that run (kill {owner.pid} on {owner.host}), and the "
             f"folder is free; or delete {files.path(owner.number)}, and that run ends by itself "
             f"within {BEAT_SECONDS:g} s",
         )

@@ -203,25 +203,24 @@ def _probe(config: Config, say: _Speaker) -> None:
 def _check_folder(checkpoints: Checkpoints, config: Config) -> None:
     """Refuses to start anew over checkpoints, or where none could be written in the end."""
     folder = checkpoints.folder
-    setting = "run.checkpoints" if config.run.checkpoints else "run.folder"
-    if isinstance(folder, Path) and folder.exists() and not folder.is_dir():
+    if folder.exists() and not folder.is_dir():
         raise BadCheckpoint(
             "is a file, where the run's checkpoints go",
             where=str(folder),
-            fix=f"move it away, or choose another {setting}",
+            fix="move it away, or choose another run.folder",
         )
     if isinstance(folder, Path) and folder.is_symlink() and not folder.exists():
         raise BadCheckpoint(
             f"is a link to {folder.readlink()}, which is not there",
             where=str(folder),
-            fix=f"mount the disk or make the folder that it names, or choose another {setting}",
+            fix="mount the disk or make the folder that it names, or choose another run.folder",
         )
     steps = checkpoints.steps()
     if steps and not config.run.resume:
         raise BadCheckpoint(
             f"there are checkpoints up to step {steps[-1]}, and run.resume is off",
             where=str(folder),
-            fix=f"choose another {setting}, or turn run.resume on",
+            fix="choose another run.folder, or turn run.resume on",
         )
 
 

@@ -71,7 +71,7 @@ class Chain:
         loops: Each of them as a loop of one turn.
         programs: Each on a part of the batch, with what runs there.
         first: Position of the first equation that has activations.
-        held: Positions of all that have, and of what nobody needs, which may take it from them.
+        held: Positions of all that have.
         same: Their results that are inputs of the program -> those inputs.
     """
 
@@ -164,7 +164,7 @@ class ChainFinder:
                     loops, programs = zip(*parts, strict=True)
                     held = {n for link in links for n in link.held if line.moves(n)}
                     same = line.same(held)
-                    found.append(Chain(links, loops, programs, min(held), held | line.unused, same))
+                    found.append(Chain(links, loops, programs, min(held), held, same))
         return found, taken
 
     def _layers(self, line: StraightLine, segments: Sequence[Segment]) -> Iterator[UnrolledLayer]:

@@ -37,7 +37,6 @@ class StraightLine:
         scope: The program.
         is_matrix: Which of its inputs are gathered.
         closed: Positions of equations that no segment holds.
-        unused: Positions of equations whose results nobody needs, which no segment holds either.
     """
 
     scope: Scope
@@ -50,10 +49,8 @@ class StraightLine:
         self._last: dict[Any, int] = {}
         self._roots: dict[Any, frozenset[Any]] = {}
         self._same: dict[Any, Any] = {}
-        self.unused = _unused(self.scope)
         for position, equation in enumerate(equations):
-            if position not in self.unused:
-                self._last |= dict.fromkeys(_variables(equation.invars), position)
+            self._last |= dict.fromkeys(_variables(equation.invars), position)
             self._made |= dict.fromkeys(equation.outvars, position)
             self._same |= self._returned(position)
             if not self.moves(position):
@@ -63,9 +60,7 @@ class StraightLine:
         self._taken = [self._matrices(position) for position in range(len(equations))]
 
     def moves(self, position: int) -> bool:
-        """Whether an equation that is used has model inputs in it, or does more than give."""
-        if position in self.unused:
-            return False
+        """Whether an equation has anything of the model's inputs in it, or does more than give."""
         equation = self.scope.jaxpr.eqns[position]
         values = map(self.scope.values.get, equation.outvars)
         return bool(equation.effects) or any(v and v.kind is Kind.ACTIVATION for v in values)
@@ -228,17 +223,6 @@ class StraightLine:
         """Shapes of the matrices that equations take."""
         taken = frozenset[Any]().union(*self._taken[segment[0] : segment[1] + 1])
         return tuple(sorted(var.aval.shape for var in taken))
-
-
-def _unused(scope: Scope) -> set[int]:
-    """Positions of equations that no result of a program needs."""
-    needed, found = {*_variables(scope.jaxpr.outvars)}, set[int]()
-    for position, equation in reversed([*enumerate(scope.jaxpr.eqns)]):
-        if equation.effects or needed.intersection(equation.outvars):
-            needed |= {*_variables(equation.invars)}
-        else:
-            found.add(position)
-    return found
 
 
 def _worked_with(scope: Scope, position: int) -> list[Any]:
