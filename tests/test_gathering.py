@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 import warnings
 
 import hybrid_runs
@@ -177,6 +178,19 @@ def test_what_cannot_be_gathered_ahead_says_why_and_has_the_same_numbers(
     with use_plan(plan, mesh), pytest.warns(JaxtpWarning, match=f"TP073.*{reason}"):
         got = run(params, x)
     close(jax.device_get(got), jax.device_get(want))
+
+
+def test_weights_are_gathered_in_the_type_of_products():
+    def layer(x, params, context):
+        narrow = x.astype(jnp.bfloat16) @ params["w"].astype(jnp.bfloat16)
+        return x + narrow.astype(jnp.float32)
+
+    run, params, x = toy_run(layer, "full")
+    plan, mesh = toy_plan(fsdp=8, tp=1)
+    with use_plan(plan, mesh):
+        program = run.lower(params, x).as_text()
+    gathered = re.findall(rf"\[{{}}, {{}}\]> : tensor<{WIDTH}x{WIDTH}x(\w+)>", program)
+    assert set(gathered) == {"bf16"}
 
 
 # What the GPU compiler makes of it
