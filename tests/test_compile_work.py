@@ -93,18 +93,35 @@ STACKS = """HloModule stacks, is_scheduled=true
   ROOT %twice = bf16[1,1024]{1,0} add(%own, %own)
 }
 
+%plus (a: bf16[], b: bf16[]) -> bf16[] {
+  %a = bf16[] parameter(0)
+  %b = bf16[] parameter(1)
+  ROOT %c = bf16[] add(%a, %b)
+}
+
+%rows (table: bf16[8,1024], at: s32[1,1], x: bf16[1,1,1024]) -> bf16[8,1024] {
+  %table = bf16[8,1024]{1,0} parameter(0)
+  %at = s32[1,1]{1,0} parameter(1)
+  %x = bf16[1,1,1024]{2,1,0} parameter(2)
+  ROOT %more = bf16[8,1024]{1,0} scatter(%table, %at, %x), to_apply=%plus
+}
+
 ENTRY %main (stack: bf16[8,1024], x: bf16[1024], i: s32[]) -> bf16[1,1024] {
   %stack = bf16[8,1024]{1,0} parameter(0)
   %x = bf16[1024]{0} parameter(1)
   %i = s32[] parameter(2)
-  %keep.1 = bf16[8,1024]{1,0} fusion(%stack, %x, %i), kind=kLoop, calls=%keep
+  %row = s32[1,1]{1,0} bitcast(%i)
+  %wide = bf16[1,1,1024]{2,1,0} bitcast(%x)
+  %rows.1 = bf16[8,1024]{1,0} fusion(%stack, %row, %wide), kind=kInput, calls=%rows
+  %keep.1 = bf16[8,1024]{1,0} fusion(%rows.1, %x, %i), kind=kLoop, calls=%keep
   ROOT %sum.1 = bf16[1,1024]{1,0} fusion(%keep.1, %i), kind=kLoop, calls=%sum
 }
 """
 
 
 def test_a_stack_costs_what_is_put_into_it_or_taken_from_it():
-    """Either fusion reads one row of 2 KiB and writes one; the index has 4 bytes."""
+    """Rows have 2 KiB: one is read and one written, two read where one is added; 4 the index."""
     module = parse(STACKS)
     found = {one.name: memory_bytes(module, module.entry, one) for one in module.entry}
     assert found["keep.1"] == found["sum.1"] == 2 * 2048 + 4
+    assert found["rows.1"] == 3 * 2048 + 4

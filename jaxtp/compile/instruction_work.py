@@ -16,6 +16,10 @@ _FREE = {
 }  # fmt: skip
 
 
+_IN_PLACE = {"dynamic-update-slice": 1, "scatter": 2}
+"""Instructions that write some of their first operand's memory: the operand that says how much."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MatrixProducts:
     """Equal products of one instruction: `count` of (rows, depth) by (depth, columns), in elements.
@@ -127,7 +131,8 @@ def memory_bytes(module: Module, computation: Computation, instruction: Instruct
     """Bytes that an elementwise, copying or reducing instruction reads and writes in device memory.
 
     Matrix products, collectives and bookkeeping count nothing. A fusion reads of a stacked array
-    only the slice it takes, and writes of one only the slice it updates.
+    only the slice it takes, and writes of one only the slice it updates; a scatter reads and writes
+    the rows that it adds to, not the table.
     """
     opcode = instruction.opcode
     if opcode in _FREE or opcode.endswith("-done"):
@@ -152,7 +157,9 @@ def _is_heavy(instruction: Instruction) -> bool:
 
 def _slice_bytes(instruction: Instruction, computation: Computation) -> int:
     if instruction.opcode == "dynamic-update-slice":
-        return 2 * computation.instructions[instruction.operands[1]].num_bytes
+        return 2 * _updated(computation, instruction)
+    if instruction.opcode == "scatter":
+        return 3 * _updated(computation, instruction)
     if instruction.opcode in ("dynamic-slice", "slice", "gather"):
         return 2 * instruction.num_bytes
     operands = [computation.instructions[name] for name in instruction.operands]
@@ -166,12 +173,12 @@ def _written(body: Computation) -> int:
     roots = (
         [body.instructions[name] for name in root.operands] if root.opcode == "tuple" else [root]
     )
-    return sum(
-        body.instructions[one.operands[1]].num_bytes
-        if one.opcode == "dynamic-update-slice"
-        else one.num_bytes
-        for one in roots
-    )
+    return sum(_updated(body, one) if one.opcode in _IN_PLACE else one.num_bytes for one in roots)
+
+
+def _updated(computation: Computation, instruction: Instruction) -> int:
+    update = instruction.operands[_IN_PLACE[instruction.opcode]]
+    return computation.instructions[update].num_bytes
 
 
 def _read(body: Computation) -> int:
@@ -181,7 +188,7 @@ def _read(body: Computation) -> int:
 def parameter_bytes(body: Computation, parameter: Instruction) -> int:
     """Bytes that a fusion reads of one of its parameters: of what it only slices, the slices.
 
-    Nothing of a stack that it updates in place, and all of what it puts there.
+    Of a table that it adds to, the rows; nothing of a stack that it updates in place.
     """
     sliced = 0
     for name, user in _uses(body, parameter.name):
@@ -189,6 +196,8 @@ def parameter_bytes(body: Computation, parameter: Instruction) -> int:
             return parameter.num_bytes  # an index, or what is put into a stack
         if user.opcode in ("dynamic-slice", "slice", "gather"):
             sliced += user.num_bytes
+        elif user.opcode == "scatter":
+            sliced += _updated(body, user)
         elif user.opcode != "dynamic-update-slice":
             return parameter.num_bytes
     return min(sliced, parameter.num_bytes)
