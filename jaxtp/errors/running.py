@@ -45,8 +45,8 @@ class NotInterleaved(JaxtpError, RuntimeError):
     Example: one sequence per replica; pipeline stages, which gather once a step; 12 heads on tp=8;
     experts; random numbers drawn in loops inside a layer, or in stages; a batch that does not
     divide over the replicas. In `jaxtp.parallelize`: sequence parallelism, equations that mix rows
-    of the batch in front of products, weights sharded over fsdp, all products inside a custom
-    derivative rule.
+    of the batch in front of products, weights sharded over fsdp that no scan slices and no row of
+    layers alike has, all products inside a custom derivative rule.
     Fix: an even number of sequences per replica, heads and widths that divide over all of tp, and
     `remat="block_outputs"`.
     """
