@@ -3,7 +3,7 @@
 import jax
 
 import jaxtp
-from jaxtp.plan.trees import spec_text
+from jaxtp.plan.specs import spec_text
 
 
 def structs(shapes, dtype="bfloat16"):

@@ -21,8 +21,9 @@ from jaxtp.mesh.axes import MeshShape
 from jaxtp.placement.arrays import shard, shard_batch, unshard
 from jaxtp.placement.init import init_sharded
 from jaxtp.plan.decisions import ParamDecision, Plan
+from jaxtp.plan.specs import canonical
 from jaxtp.plan.stored_form import Blocks, mask_padding
-from jaxtp.plan.trees import canonical, leaves
+from jaxtp.plan.trees import leaves
 from jaxtp.rules.planner import make_plan
 
 P = PartitionSpec

@@ -11,7 +11,7 @@ import pytest
 from planning import attention, layers, mlp, plan, specs, structs, vocab
 
 import jaxtp
-from jaxtp.plan.trees import spec_text
+from jaxtp.plan.specs import spec_text
 
 
 def norm(width, name="norm"):

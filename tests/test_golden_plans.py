@@ -10,7 +10,7 @@ import pytest
 
 import jaxtp
 from jaxtp import models
-from jaxtp.plan.trees import spec_text
+from jaxtp.plan.specs import spec_text
 
 GOLDEN = Path(__file__).parent / "golden" / "plans"
 MESHES = ({"tp": 2}, {"tp": 4}, {"tp": 8}, {"pp": 4, "fsdp": 2, "tp": 2})

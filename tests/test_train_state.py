@@ -19,7 +19,8 @@ from jaxtp.mesh.axes import MeshShape
 from jaxtp.placement.arrays import shard, unshard
 from jaxtp.placement.init import init_optimizer, init_sharded
 from jaxtp.placement.train_state import state_specs
-from jaxtp.plan.trees import as_pytree, canonical, leaves
+from jaxtp.plan.specs import canonical
+from jaxtp.plan.trees import as_pytree, leaves
 from jaxtp.rules.planner import make_plan
 
 P = PartitionSpec

@@ -12,7 +12,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec as P
 
 from jaxtp.errors import BadSpec, BadTree
-from jaxtp.plan import trees
+from jaxtp.plan import specs, trees
 
 
 class Tied(nnx.Module):
@@ -112,17 +112,17 @@ def test_trees_that_cannot_be_read(tree, text):
     ],
 )
 def test_canonical_specs_compare_equal(spec, rank, want):
-    assert trees.canonical(spec, rank) == want
-    assert trees.canonical(trees.partition_spec(want), rank) == want
+    assert specs.canonical(spec, rank) == want
+    assert specs.canonical(specs.partition_spec(want), rank) == want
 
 
 def test_rank_zero_is_always_the_empty_spec():
-    assert trees.partition_spec(()) == P()
-    assert trees.partition_spec(((), ())) == P()
+    assert specs.partition_spec(()) == P()
+    assert specs.partition_spec(((), ())) == P()
 
 
 def test_specs_that_cannot_be():
     with pytest.raises(BadSpec, match="3 entries for an array of 2 dims"):
-        trees.canonical(P(None, None, "tp"), 2)
+        specs.canonical(P(None, None, "tp"), 2)
     with pytest.raises(BadSpec, match=r"at w: .* uses a mesh axis twice"):
-        trees.canonical(P("tp", "tp"), 2, "w")
+        specs.canonical(P("tp", "tp"), 2, "w")

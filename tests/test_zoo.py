@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import jaxtp
-from jaxtp.plan.trees import spec_text
+from jaxtp.plan.specs import spec_text
 
 FOLDER = Path(__file__).parent / "data" / "zoo"
 TREES = sorted(FOLDER.glob("*.json"))

@@ -17,8 +17,8 @@ from jaxtp.errors import BadStages, BadTree, PlanMismatch, SizeMismatch, Unknown
 from jaxtp.mesh.axes import Axis, MeshShape, Shards
 from jaxtp.mesh.build import check_devices, refuse_explicit_context
 from jaxtp.plan.decisions import ParamDecision
+from jaxtp.plan.specs import Spec
 from jaxtp.plan.stages import Stages
-from jaxtp.plan.trees import Spec
 
 REPLICATED, BATCH, TOKENS, SEQUENCE, UNITS = "replicated", "batch", "tokens", "sequence", "units"
 """What a dim of an activation is: replicated; sharded over the batch axes; tokens, sharded over cp;

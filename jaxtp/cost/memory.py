@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from jaxtp.mesh.axes import MeshShape
-from jaxtp.plan.trees import Param, Spec, itemsize
+from jaxtp.plan.specs import Spec
+from jaxtp.plan.trees import Param, itemsize
 
 
 class Placed(Protocol):

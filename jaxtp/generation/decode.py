@@ -18,7 +18,8 @@ from jaxtp.placement.arrays import put
 from jaxtp.placement.inputs import arguments, input_slots, is_placed
 from jaxtp.plan.decisions import Plan, check_plan
 from jaxtp.plan.inputs import STATE, InputDecision
-from jaxtp.plan.trees import FlatTree, PyTree, as_pytree, partition_spec, spell
+from jaxtp.plan.specs import partition_spec
+from jaxtp.plan.trees import FlatTree, PyTree, as_pytree, spell
 
 
 def jit_decode(

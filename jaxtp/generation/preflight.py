@@ -43,7 +43,8 @@ from jaxtp.models.cache import cache_shape
 from jaxtp.models.quantized import is_quantized
 from jaxtp.placement.arrays import shard
 from jaxtp.plan.decisions import Plan
-from jaxtp.plan.trees import Spec, itemsize, partition_spec
+from jaxtp.plan.specs import Spec, partition_spec
+from jaxtp.plan.trees import itemsize
 
 ENTRY = "jaxtp.generation.preflight:program_on_target"
 

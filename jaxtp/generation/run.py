@@ -20,7 +20,8 @@ from jaxtp.mesh.build import auto_context
 from jaxtp.models.decoder import Decoder
 from jaxtp.models.quantized import is_quantized
 from jaxtp.plan.decisions import Plan
-from jaxtp.plan.trees import canonical, leaves
+from jaxtp.plan.specs import canonical
+from jaxtp.plan.trees import leaves
 from jaxtp.rules.planner import make_plan
 
 CHUNK = 8

@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from jaxtp.io.safetensors import Box, StoredTensor, read_box
 from jaxtp.models.published import Storage
 from jaxtp.placement.train_state import Slot
+from jaxtp.plan.specs import Spec, partition_spec
 from jaxtp.plan.stored_form import Padding
-from jaxtp.plan.trees import Spec, partition_spec
 
 CHUNK_BYTES = 64 * 2**20
 """Layers are read together up to this many bytes of one process's share."""

@@ -30,8 +30,9 @@ from jaxtp.io import stores
 from jaxtp.io.stores import Folder
 from jaxtp.placement.train_state import Overrides, slots
 from jaxtp.plan.decisions import Plan
+from jaxtp.plan.specs import canonical, partition_spec
 from jaxtp.plan.stored_form import Padding, pad, unpad
-from jaxtp.plan.trees import FlatTree, PyTree, canonical, partition_spec, shape_dtype
+from jaxtp.plan.trees import FlatTree, PyTree, shape_dtype
 from jaxtp.processes.lost_peer import sign_of_lost_peer
 
 ITEM = "state"

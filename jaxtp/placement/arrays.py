@@ -40,8 +40,9 @@ from jaxtp.placement.boxes import name_axes_of_mesh
 from jaxtp.placement.replicas import check_agreement
 from jaxtp.placement.train_state import Overrides, Slot, check, slots
 from jaxtp.plan.decisions import Plan, check_plan
+from jaxtp.plan.specs import partition_spec
 from jaxtp.plan.stored_form import Padding, pad, read, unpad
-from jaxtp.plan.trees import FlatTree, Param, PyTree, is_key_type, partition_spec
+from jaxtp.plan.trees import FlatTree, Param, PyTree, is_key_type
 from jaxtp.rules.planner import make_plan
 from jaxtp.rules.review import WHAT_TO_GIVE
 

@@ -29,8 +29,9 @@ from jaxtp.placement.boxes import refuse_names
 from jaxtp.placement.replicas import check_agreement
 from jaxtp.placement.train_state import Overrides, Slot, array_slots, follow, plan_slots, slots
 from jaxtp.plan.decisions import Plan
+from jaxtp.plan.specs import partition_spec
 from jaxtp.plan.stored_form import pad
-from jaxtp.plan.trees import FlatTree, PyTree, as_pytree, leaves, partition_spec
+from jaxtp.plan.trees import FlatTree, PyTree, as_pytree, leaves
 
 if TYPE_CHECKING:
     from optax import GradientTransformation

@@ -12,7 +12,8 @@ from jaxtp.placement.arrays import place
 from jaxtp.placement.train_state import Slot
 from jaxtp.plan.decisions import Plan, check_plan
 from jaxtp.plan.inputs import InputDecision
-from jaxtp.plan.trees import FlatTree, Param, PyTree, spec_text
+from jaxtp.plan.specs import spec_text
+from jaxtp.plan.trees import FlatTree, Param, PyTree
 
 
 def shard_inputs(inputs: PyTree, plan: Plan, mesh: Mesh | AbstractMesh | None = None) -> PyTree:

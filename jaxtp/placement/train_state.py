@@ -31,16 +31,9 @@ from jaxtp.errors import (
 )
 from jaxtp.mesh.axes import MeshShape, legal_ways
 from jaxtp.plan.decisions import Plan, check_plan
+from jaxtp.plan.specs import Spec, canonical, partition_spec, spec_text
 from jaxtp.plan.stored_form import Padding, stored_shape
-from jaxtp.plan.trees import (
-    FlatTree,
-    Param,
-    PyTree,
-    Spec,
-    canonical,
-    partition_spec,
-    spec_text,
-)
+from jaxtp.plan.trees import FlatTree, Param, PyTree
 
 SMALL_BYTES = 4 * 2**20
 """A leaf of at most this size that follows no parameter is replicated: counters, random

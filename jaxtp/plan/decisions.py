@@ -18,10 +18,11 @@ from jax.sharding import PartitionSpec
 from jaxtp.errors import PlanMismatch
 from jaxtp.mesh.axes import MeshShape
 from jaxtp.plan.inputs import STATE, InputDecision, input_decision
+from jaxtp.plan.specs import Spec, partition_spec, spec_text
 from jaxtp.plan.stages import Stages
 from jaxtp.plan.stored_form import Blocks, Padding, stored_shape
 from jaxtp.plan.table import Row, html_table, note_lines, text_table
-from jaxtp.plan.trees import PyTree, Spec, map_with_path, partition_spec, spec_text, stored_bytes
+from jaxtp.plan.trees import PyTree, map_with_path, stored_bytes
 
 FORMAT = 1
 """Version of the JSON form; readers refuse newer ones."""

@@ -7,7 +7,8 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from jaxtp.mesh.axes import MeshShape
-from jaxtp.plan.trees import Spec, itemsize, partition_spec, spec_text
+from jaxtp.plan.specs import Spec, partition_spec, spec_text
+from jaxtp.plan.trees import itemsize
 
 STATE, INPUT = "state", "input"
 """Roles of an input: what the function gives back for its next call (a cache), and what it reads

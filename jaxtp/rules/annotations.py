@@ -17,7 +17,8 @@ from jaxtp.errors import (
     warn,
 )
 from jaxtp.mesh.axes import Axis, MeshShape
-from jaxtp.plan.trees import Param, Spec, canonical, spec_text
+from jaxtp.plan.specs import Spec, canonical, spec_text
+from jaxtp.plan.trees import Param
 from jaxtp.rules.roles import Placement, Role, Source, Vote
 
 # Logical axis names of t5x, MaxText and the Flax guides -> role of the dim that carries them. A

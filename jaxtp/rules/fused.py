@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from jaxtp.hardware.links import wire_bytes
 from jaxtp.mesh.axes import MeshShape
 from jaxtp.plan.decisions import ParamDecision
-from jaxtp.plan.trees import Spec
+from jaxtp.plan.specs import Spec
 from jaxtp.rules.factoring import TensorShare
 from jaxtp.rules.fallback import price
 from jaxtp.rules.resolve import Claim

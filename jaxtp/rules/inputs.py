@@ -16,7 +16,8 @@ from jaxtp.errors import join
 from jaxtp.mesh.axes import Axis
 from jaxtp.plan.decisions import Plan
 from jaxtp.plan.inputs import INPUT, STATE, InputDecision
-from jaxtp.plan.trees import Spec, is_key_type, leaves, shape_dtype
+from jaxtp.plan.specs import Spec
+from jaxtp.plan.trees import is_key_type, leaves, shape_dtype
 from jaxtp.rules.jaxpr import Analysis, DimClass
 from jaxtp.rules.jaxpr.classes import Dim
 

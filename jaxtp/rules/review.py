@@ -48,6 +48,8 @@ def review(
     """
     check_budget(budget)
     useless = _useless_axes(decisions, shape)
+    notes = (*_overruled_names(claims, decisions, shape), *_no_experts(decisions, shape))
+    costly = _costly_annotations(decisions)
     found = [*useless, *faults]
     if shape.tp_size > 1:
         found[:0] = [
@@ -62,12 +64,7 @@ def review(
         problems.raise_any()
     if useless:
         warn(str(useless[0]))
-    return (
-        *_overruled_names(claims, decisions, shape),
-        *_no_experts(decisions, shape),
-        *map(note_of, found),
-        *_costly_annotations(decisions),
-    )
+    return (*notes, *map(note_of, found), *costly)
 
 
 def note_of(error: JaxtpError) -> str:

@@ -3,7 +3,7 @@
 import dataclasses
 from enum import IntEnum, StrEnum
 
-from jaxtp.plan.trees import Spec
+from jaxtp.plan.specs import Spec
 from jaxtp.rules.jaxpr.records import Use
 
 

@@ -20,7 +20,8 @@ from jaxtp.mesh.axes import Axis, MeshShape, Shards
 from jaxtp.mesh.build import plan_mesh
 from jaxtp.placement.train_state import plan_slots
 from jaxtp.plan.decisions import Plan
-from jaxtp.plan.trees import PyTree, leaves, map_with_path, partition_spec
+from jaxtp.plan.specs import partition_spec
+from jaxtp.plan.trees import PyTree, leaves, map_with_path
 
 FIRST_SCALE = 2.0**15
 """Where an adaptive loss scale starts, as in Micikevicius et al. 2018 and DeepSpeed."""

@@ -20,7 +20,7 @@ from jaxtp.activations.ahead.weights import SMALL_BYTES, StackedArray, Weights
 from jaxtp.activations.batch_parts import along_batch
 from jaxtp.activations.fused_products import value_of
 from jaxtp.activations.placer import Placer
-from jaxtp.plan.trees import Spec
+from jaxtp.plan.specs import Spec
 from jaxtp.rules.jaxpr.halves import Halves, Lies, MixesBatch, compare, lies_by_size
 from jaxtp.rules.jaxpr.walk import UNKNOWN, Kind, Scope, where
 

@@ -30,7 +30,7 @@ from jaxtp.activations.interleaved import HalvesInTurns
 from jaxtp.activations.placer import Placer
 from jaxtp.errors import NotInterleaved, join
 from jaxtp.mesh.axes import Axis, Shards
-from jaxtp.plan.trees import Spec
+from jaxtp.plan.specs import Spec
 from jaxtp.rules.jaxpr import analyse_jaxpr
 from jaxtp.rules.jaxpr.halves import Halves, Lies, MixesBatch, compare_scan
 from jaxtp.rules.jaxpr.primitives import PRIMITIVES

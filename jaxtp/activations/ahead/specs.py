@@ -1,7 +1,7 @@
 """How the plan shards what a traced program takes of a parameter."""
 
 from jaxtp.plan.decisions import Plan
-from jaxtp.plan.trees import Spec
+from jaxtp.plan.specs import Spec
 from jaxtp.rules.jaxpr import Analysis
 from jaxtp.rules.jaxpr.walk import Value
 

@@ -21,7 +21,8 @@ from jaxtp.activations.by_name import ActivePlan
 from jaxtp.errors import NotInterleaved, join
 from jaxtp.mesh.axes import Axis, MeshShape, Shards
 from jaxtp.plan.decisions import ParamDecision
-from jaxtp.plan.trees import PyTree, Spec, itemsize, leaves, map_with_path
+from jaxtp.plan.specs import Spec
+from jaxtp.plan.trees import PyTree, itemsize, leaves, map_with_path
 
 SMALL_BYTES = 2**20
 """Gradients of smaller arrays of a layer, such as norms, are reduced for all layers at once: each

@@ -15,7 +15,7 @@ from jaxtp.inspect.pages.html import Node, Section, page
 from jaxtp.inspect.pages.report_page import report_sections
 from jaxtp.mesh.axes import MeshShape
 from jaxtp.plan.decisions import ParamDecision, Plan
-from jaxtp.plan.trees import spec_text
+from jaxtp.plan.specs import spec_text
 from jaxtp.rules.planner import make_plan
 from jaxtp.rules.roles import Role
 

@@ -14,7 +14,8 @@ from jaxtp.io.assemble import ParameterSource
 from jaxtp.models import Decoder
 from jaxtp.models.quantized import SCALES, VALUES, quantized, stack_names
 from jaxtp.placement.train_state import Slot
-from jaxtp.plan.trees import flatten, partition_spec
+from jaxtp.plan.specs import partition_spec
+from jaxtp.plan.trees import flatten
 
 
 def alone(

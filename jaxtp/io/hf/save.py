@@ -28,7 +28,8 @@ from jaxtp.models.published import Storage, Stored, storages
 from jaxtp.models.quantized import is_quantized
 from jaxtp.models.registry import FAMILIES
 from jaxtp.plan.decisions import Plan
-from jaxtp.plan.trees import PyTree, canonical, flatten, leaves, parameters
+from jaxtp.plan.specs import canonical
+from jaxtp.plan.trees import PyTree, flatten, leaves, parameters
 
 CARRIED = (
     *("generation_config.json", "tokenizer*", "vocab.*", "merges.txt"),
