@@ -289,8 +289,9 @@ def test_caches_follow_their_heads(key, shape, dim):
     assert (plan[key].role, plan[key].dim_on(["tp"])) == ("cache", dim)
 
 
-def test_a_module_that_has_a_cache_is_none():
-    shapes = {f"CachedAttention_0/{n}_proj/kernel": (64, 64) for n in "qkvo"}
+@pytest.mark.parametrize("module", ["CachedAttention_0", "self_attn_cache"])
+def test_a_module_that_has_a_cache_is_none(module):
+    shapes = {f"{module}/{n}_proj/kernel": (64, 64) for n in "qkvo"}
     assert list(dims_of(shapes, heads=8).values()) == [1, 0, 1, 1]
 
 

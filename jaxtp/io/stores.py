@@ -173,14 +173,14 @@ def answering(folder: Folder) -> Generator[None]:
     try:
         yield
     except Exception as err:
-        number = _number_of(err)
+        number = _error_number(err)
         if number is None:
             raise
         text = " ".join(str(err).split()) or type(err).__name__
         raise OSError(number, f"{os.strerror(number)}: {text}", str(folder)) from err
 
 
-def _number_of(error: Exception) -> int | None:
+def _error_number(error: Exception) -> int | None:
     """The error number of a file system for an error of gcsfs; None for what is none of a store."""
     if isinstance(error, OSError):
         if error.errno is None and str(error).startswith("Forbidden"):

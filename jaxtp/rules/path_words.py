@@ -170,7 +170,7 @@ def read(path: str, attention: frozenset[str] = frozenset()) -> Name:
     follows, weight = follower(raw)
     if follows and follows != SCALES:
         return Name(Word.FOLLOWER, False, _among_experts(parts), weight, follows)
-    if any(map(CACHE.search, parts)):
+    if leaf not in ("kernel", "weight", "bias") and any(map(CACHE.search, parts)):
         return Name(Word.CACHE, False, False, path)
     modules = parts[:-1] if leaf in LEAVES and len(parts) > 1 else parts
     while len(modules) > 1 and len(modules) < len(parts) and modules[-1] in WRAPPERS:

@@ -145,7 +145,7 @@ CACHE = re.compile(
     r"^((kv|k|v|keys?|values?|attn|attention|self|cross|layer|decoder?) )*cache[sd]?"
     r"( (kv|k|v|keys?|values?|index|pos|\d+))*$|^past (kv|k|keys?|v|values?)( values?)?$"
 )
-"""Collections and arrays of caches, as one path part; never a module that has a cache among others.
+"""Collections and arrays of caches, as one path part; a kernel below it is none of them.
 
 Linen's `cache/attn/cached_key`, `k_cache`, `cache_v`, transformers' `past_key_values`.
 """
