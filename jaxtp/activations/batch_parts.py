@@ -7,7 +7,7 @@ import jax
 
 from jaxtp.activations.placer import FREE, Placer
 from jaxtp.errors import NotInterleaved, join
-from jaxtp.rules.jaxpr.halves import Lies
+from jaxtp.rules.jaxpr.rows import Lies
 
 
 def batch_of(whole: Placer, parts: int) -> tuple[int, list[Lies | None]]:

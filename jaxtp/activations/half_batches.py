@@ -15,9 +15,10 @@ from jaxtp.activations.placer import Placer
 from jaxtp.errors import NotInterleaved, join
 from jaxtp.mesh.axes import Axis
 from jaxtp.rules.jaxpr import analyse_jaxpr
-from jaxtp.rules.jaxpr.halves import Halves, MixesBatch, compare
+from jaxtp.rules.jaxpr.halves import Halves, compare
 from jaxtp.rules.jaxpr.primitives import PRIMITIVES
 from jaxtp.rules.jaxpr.reentry import checkpoint, inline, read, scan
+from jaxtp.rules.jaxpr.rows import MixesBatch
 from jaxtp.rules.jaxpr.walk import UNKNOWN, Scope, where
 
 

@@ -20,9 +20,10 @@ from jax.extend import core
 from jaxtp.activations.fused_products import joined, value_of
 from jaxtp.activations.half_placer import HalfPlacer
 from jaxtp.activations.sums_apart import SplitProduct
-from jaxtp.rules.jaxpr.halves import Halves, Lies
+from jaxtp.rules.jaxpr.halves import Halves
 from jaxtp.rules.jaxpr.primitives import PRIMITIVES
 from jaxtp.rules.jaxpr.reentry import checkpoint, inline, read, same_rank, scan
+from jaxtp.rules.jaxpr.rows import Lies
 from jaxtp.rules.jaxpr.walk import Scope
 
 Pair = tuple[Any, Any]

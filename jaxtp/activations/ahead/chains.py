@@ -21,7 +21,8 @@ from jaxtp.activations.batch_parts import along_batch
 from jaxtp.activations.fused_products import value_of
 from jaxtp.activations.placer import Placer
 from jaxtp.plan.specs import Spec
-from jaxtp.rules.jaxpr.halves import Halves, Lies, MixesBatch, compare, lies_by_size
+from jaxtp.rules.jaxpr.halves import Halves, compare, lies_by_size
+from jaxtp.rules.jaxpr.rows import Lies, MixesBatch
 from jaxtp.rules.jaxpr.walk import UNKNOWN, Kind, Scope, where
 
 

@@ -13,7 +13,7 @@ from jaxtp.activations.ahead.scan_layer import Pieces, Pullback, ScanRun, Turn
 from jaxtp.activations.ahead.weights import Replicas, Weights
 from jaxtp.activations.batch_parts import along_batch
 from jaxtp.activations.placer import FREE, Placer
-from jaxtp.rules.jaxpr.halves import Lies
+from jaxtp.rules.jaxpr.rows import Lies
 
 
 class LeftAlone(Exception):

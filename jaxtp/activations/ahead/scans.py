@@ -32,9 +32,10 @@ from jaxtp.errors import NotInterleaved, join
 from jaxtp.mesh.axes import Axis, Shards
 from jaxtp.plan.specs import Spec
 from jaxtp.rules.jaxpr import analyse_jaxpr
-from jaxtp.rules.jaxpr.halves import Halves, Lies, MixesBatch, compare_scan
+from jaxtp.rules.jaxpr.halves import Halves, compare_scan
 from jaxtp.rules.jaxpr.primitives import PRIMITIVES
 from jaxtp.rules.jaxpr.reentry import checkpoint, inline, same_rank
+from jaxtp.rules.jaxpr.rows import Lies, MixesBatch
 from jaxtp.rules.jaxpr.walk import UNKNOWN, Kind, Scope, bare, where
 from jaxtp.rules.roles import Role
 

@@ -7,37 +7,19 @@ to do that *mixes* the batch. Of other equal parts than two the same is true.
 """
 
 import dataclasses
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from jax.extend.core import Jaxpr, Literal
 
-from jaxtp.rules.jaxpr.primitives import ELEMENTWISE, PRIMITIVES
+from jaxtp.rules.jaxpr.primitives import PRIMITIVES
 from jaxtp.rules.jaxpr.reentry import checkpoint, custom_jvp, custom_vjp, inline, same_rank, scan
+from jaxtp.rules.jaxpr.rows import Lies, MixesBatch, lies_in_results
 from jaxtp.rules.jaxpr.walk import UNKNOWN, bare, where
 
 SIZES = ("shape", "new_sizes", "start_indices", "limit_indices", "slice_sizes", "sharding")
 """Parameters of equations that hold sizes; the rules look at them."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Lies:
-    """Where the batch lies in an array: it leads in this dim.
-
-    Attributes:
-        dim: Which.
-        inner: Elements of the dim for each row of the batch.
-    """
-
-    dim: int
-    inner: int = 1
-
-
-class MixesBatch(Exception):
-    """An equation inside of a program mixes the batch; carries the reason."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -204,7 +186,7 @@ def _equation(found: Halves, position: int, one: Any, two: Any, rows: int) -> No
     if enters:
         results = _call(found, position, one, two, operands, rows)
     else:
-        results = _rule(name, one, two, operands, dims, rows)
+        results = lies_in_results(one, two, operands, dims, rows)
     for var, other, dim, lies in zip(one.outvars, two.outvars, dims, results, strict=True):
         if (lies.dim if lies else None) != dim:
             raise MixesBatch("rows of the batch meet")
@@ -274,173 +256,3 @@ def _program(equation: Any) -> Any:
         if key in equation.params:
             return equation.params[key]
     raise MixesBatch("its program is not known")
-
-
-def _rule(
-    name: str, one: Any, two: Any, operands: list[Lies | None], dims: list[int | None], rows: int
-) -> list[Lies | None]:
-    if name in ELEMENTWISE:
-        return _alike(two, operands)
-    if name in RULES:
-        return [RULES[name](one, two, operands, dims[0], rows)] * len(one.outvars)
-    if name.startswith("dot_product_attention"):
-        if any(lies not in (None, Lies(0)) for lies in operands):
-            raise MixesBatch("the batch does not lead")
-        return [None if dim is None else Lies(0) for dim in dims]
-    raise MixesBatch("not known to treat rows alone")
-
-
-def _alike(whole: Any, operands: list[Lies | None]) -> list[Lies | None]:
-    """Position by position; `optimization_barrier` has as many results as operands."""
-    if whole.primitive.name == "optimization_barrier":
-        return list(operands)
-    (known,) = found if len(found := {lies for lies in operands if lies}) == 1 else (None,)
-    if known is None:
-        raise MixesBatch("rows of the batch meet others")
-    for lies, var in zip(operands, whole.invars, strict=True):
-        # What is one row, or none, is the same for all.
-        if not lies and var.aval.ndim and var.aval.shape[known.dim] != 1:
-            raise MixesBatch("rows of the batch meet others")
-    return [known]
-
-
-def _only(operands: list[Lies | None]) -> Lies | None:
-    if any(operands[1:]):
-        raise MixesBatch("positions that depend on the batch")
-    return operands[0]
-
-
-def _outside(key: str) -> Callable[..., Lies | None]:
-    """The dim of the batch is not among those that an equation works along."""
-
-    def rule(one: Any, _two: Any, operands: list[Lies | None], _d: Any, _rows: int) -> Any:
-        axes = np.atleast_1d(one.params[key])
-        known = {o for o, v in zip(operands, one.invars, strict=True) if o or v.aval.ndim}
-        if len(known) != 1 or (lies := next(iter(known))) is None or lies.dim in axes:
-            raise MixesBatch("rows of the batch meet")
-        is_gone = one.primitive.name.startswith(("reduce", "arg", "squeeze"))
-        lost = [axis for axis in axes if axis < lies.dim] if is_gone else []
-        return Lies(lies.dim - len(lost), lies.inner)
-
-    return rule
-
-
-def _reshape(one: Any, two: Any, operands: list[Lies | None], dim: int | None, rows: int) -> Any:
-    lies = operands[0]
-    if lies is None or dim is None or one.params.get("dimensions") is not None:
-        raise MixesBatch("rows of the batch meet")
-    before, after = two.invars[0].aval.shape, two.outvars[0].aval.shape
-    if not math.prod(after):
-        raise MixesBatch("an array without elements")
-    stride = lies.inner * math.prod(before[lies.dim + 1 :])
-    inner, rest = divmod(stride, math.prod(after[dim + 1 :]))
-    if rest or not inner or after[dim] != rows * inner:
-        raise MixesBatch("the batch does not lead in its dim")
-    return Lies(dim, inner)
-
-
-def _broadcast(one: Any, two: Any, operands: list[Lies | None], dim: int | None, _rows: int) -> Any:
-    lies = operands[0]
-    if lies is None:
-        along = one.params["broadcast_dimensions"]
-        if dim in along and two.invars[0].aval.shape[along.index(dim)] != 1:
-            raise MixesBatch("rows of the batch meet others")
-        return None if dim is None else Lies(dim, two.outvars[0].aval.shape[dim] // _rows)
-    return Lies(one.params["broadcast_dimensions"][lies.dim], lies.inner)
-
-
-def _iota(one: Any, two: Any, _operands: Any, dim: int | None, rows: int) -> Any:
-    if dim == one.params["dimension"] or dim is None:
-        raise MixesBatch("rows are numbered")
-    return Lies(dim, two.outvars[0].aval.shape[dim] // rows)
-
-
-def _transpose(one: Any, _two: Any, operands: list[Lies | None], _dim: Any, _rows: int) -> Any:
-    lies = operands[0]
-    return lies and Lies(tuple(one.params["permutation"]).index(lies.dim), lies.inner)
-
-
-def _dot(one: Any, _two: Any, operands: list[Lies | None], _dim: Any, _rows: int) -> Any:
-    summed, batch = one.params["dimension_numbers"]
-    found: list[Lies] = []
-    frees = [
-        [d for d in range(v.aval.ndim) if d not in summed[i] and d not in batch[i]]
-        for i, v in enumerate(one.invars)
-    ]
-    for side, lies in enumerate(operands):
-        if lies is None:
-            continue
-        if lies.dim in summed[side]:
-            raise MixesBatch("a sum over the batch")
-        if lies.dim in batch[side]:
-            place = tuple(batch[side]).index(lies.dim)
-            other = operands[1 - side]
-            if other is None or other.inner != lies.inner or batch[1 - side][place] != other.dim:
-                raise MixesBatch("rows of the batch meet others")
-            found.append(Lies(place, lies.inner))
-        else:
-            place = len(batch[0]) + side * len(frees[0]) + frees[side].index(lies.dim)
-            found.append(Lies(place, lies.inner))
-    if len(set(found)) != 1:
-        raise MixesBatch("rows of the batch meet")
-    return found[0]
-
-
-def _gather(one: Any, two: Any, operands: list[Lies | None], dim: int | None, _rows: int) -> Any:
-    numbers: jax.lax.GatherDimensionNumbers = one.params["dimension_numbers"]
-    table, index = operands
-    batching: tuple[int, ...] = tuple(numbers.operand_batching_dims)
-    if index is None or dim is None or dim in numbers.offset_dims:
-        raise MixesBatch("rows of the batch are picked")
-    if one.params["slice_sizes"] != two.params["slice_sizes"]:
-        raise MixesBatch("rows of the batch are picked")
-    if table is not None:
-        own = tuple(numbers.start_indices_batching_dims)
-        if table.dim not in batching or own[batching.index(table.dim)] != index.dim:
-            raise MixesBatch("rows of the batch are picked")
-        if table.inner != index.inner:
-            raise MixesBatch("rows of the batch are picked")
-    rest = [d for d in range(one.outvars[0].aval.ndim) if d not in numbers.offset_dims]
-    return Lies(rest[index.dim], index.inner)  # the index vector is the last dim
-
-
-def _slice(one: Any, two: Any, operands: list[Lies | None], _dim: Any, _rows: int) -> Any:
-    lies = _only(operands)
-    if lies is None:
-        raise MixesBatch("rows of the batch are picked")
-    taken, steps = one.outvars[0].aval.shape[lies.dim], one.params.get("strides")
-    if taken != one.invars[0].aval.shape[lies.dim] or (steps and steps[lies.dim] != 1):
-        raise MixesBatch("rows of the batch are picked")
-    starts = [list(eqn.params.get("start_indices", ())) for eqn in (one, two)]
-    if any(a != b for a, b in zip(*starts, strict=True)):
-        raise MixesBatch("a parameter that depends on the size of the batch")
-    return lies
-
-
-def _pad(one: Any, _two: Any, operands: list[Lies | None], _dim: Any, _rows: int) -> Any:
-    lies = _only(operands)
-    if lies is None or any(one.params["padding_config"][lies.dim]):
-        raise MixesBatch("rows are added to the batch")
-    return lies
-
-
-_KEYS = {
-    "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin": "axes",
-    "cumsum cumprod cummax cummin cumlogsumexp split": "axis",
-    "squeeze rev": "dimensions",
-    "concatenate sort": "dimension",
-}
-
-RULES: Mapping[str, Callable[..., Lies | None]] = {
-    **{name: _outside(key) for names, key in _KEYS.items() for name in names.split()},
-    "reshape": _reshape,
-    "broadcast_in_dim": _broadcast,
-    "iota": _iota,
-    "transpose": _transpose,
-    "dot_general": _dot,
-    "gather": _gather,
-    "slice": _slice,
-    "dynamic_slice": _slice,
-    "pad": _pad,
-}
-"""Primitive -> where the batch lies in its results; raises `MixesBatch`."""
