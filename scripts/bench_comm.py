@@ -59,7 +59,8 @@ class Case:
     step: Config
     peer: Peer = "jaxtp"
     scheduler: Overlap = "auto"
-    """The compile options of this overlap profile; the step's own `overlap` is its structure."""
+    """The compile options of this overlap profile; the step's own `overlap` is its structure, and
+    where both are one, the options are those of training."""
     fusion: bool = True
 
 
@@ -90,7 +91,9 @@ class Compiler:
                 progress.update(task, description=text)
 
             entry = {} if case.peer == "jaxtp" else {"entry": f"comm_peers:{case.peer}_step"}
-            options = compile_options(overlap=case.scheduler, gradient_fusion=case.fusion)
+            options = None
+            if not case.fusion or case.scheduler != step.communication.overlap:
+                options = compile_options(overlap=case.scheduler, gradient_fusion=case.fusion)
             return preflight_config(step, options=options, on_progress=show, **entry)[1]
 
 

@@ -21,7 +21,7 @@ from jaxtp.errors import CheckFailed, DoesNotFit
 from jaxtp.models import PRESETS, abstract
 from jaxtp.rules.model_dims import ModelDims
 from jaxtp.rules.planner import make_plan
-from jaxtp.train.config_step import OF_EXPERTS, abstract_step, options_of
+from jaxtp.train.config_step import OF_EXPERTS, OF_WHOLE_LAYERS, abstract_step, options_of
 from jaxtp.train.planning import Build, axis_sizes, plan_of
 from jaxtp.train.preflight import preflight_config, step_on_target
 from jaxtp.train.pricing import sizes_of
@@ -105,19 +105,25 @@ def test_the_command_compiles_what_a_config_file_says(capsys, tmp_path):
     assert "MFU" in out
 
 
+AHEAD = {"model": "llama3-8b", "communication.overlap": "aggressive"}
+
+
 @pytest.mark.parametrize(
-    ("settings", "has_own"),
+    ("settings", "own", "has_own"),
     [
-        ({"model": "mixtral-8x7b"}, True),
-        ({"model": "mixtral-8x7b", "communication.overlap": "aggressive"}, False),
-        ({"model": "mixtral-8x7b", "communication.gradient_fusion": 2**20}, False),
-        ({"model": "llama3-8b"}, False),
+        ({"model": "mixtral-8x7b"}, OF_EXPERTS, True),
+        ({"model": "mixtral-8x7b", "communication.overlap": "aggressive"}, OF_EXPERTS, False),
+        ({"model": "mixtral-8x7b", "communication.gradient_fusion": 2**20}, OF_EXPERTS, False),
+        ({"model": "llama3-8b"}, OF_EXPERTS, False),
+        ({**AHEAD, "mesh.fsdp": 8}, OF_WHOLE_LAYERS, True),
+        ({**AHEAD, "mesh.fsdp": 4, "mesh.tp": 2}, OF_WHOLE_LAYERS, False),
+        ({"model": "llama3-8b", "mesh.fsdp": 8}, OF_WHOLE_LAYERS, False),
     ],
-    ids=["experts", "aggressive", "bytes", "dense"],
+    ids=["experts", "aggressive", "bytes", "dense", "ahead", "ahead-tp", "auto"],
 )
-def test_models_with_experts_have_options_of_their_own(settings, has_own):
+def test_some_runs_have_options_of_their_own(settings, own, has_own):
     config = resolve(changed(Config(target="h100:1x8"), settings), 8)
-    assert (OF_EXPERTS.items() <= options_of(Build.of(config)).options.items()) == has_own
+    assert (own.items() <= options_of(Build.of(config)).options.items()) == has_own
 
 
 def test_nothing_is_printed_before_the_report():

@@ -33,6 +33,14 @@ OF_EXPERTS: Mapping[str, Value] = {
 }
 """Options of models with experts, where none are asked for."""
 
+OF_WHOLE_LAYERS: Mapping[str, Value] = {
+    # XLA would multiply q, k and v side by side, and for that write their gathered weights once
+    # more, forward and backward, and their gradients too. Of whole layers no product is narrow
+    # enough to gain by it.
+    "xla_gpu_dot_merger_threshold_mb": 0,
+}
+"""Options of `aggressive` where weights are gathered whole: with fsdp and without tp."""
+
 
 def step_of(
     build: Build,
@@ -80,6 +88,8 @@ def options_of(build: Build) -> CompileOptions:
     asks = communication.gradient_fusion is not True or communication.overlap != "auto"
     if getattr(build.model, "num_experts", 0) and not asks:
         extra |= OF_EXPERTS
+    if communication.overlap == "aggressive" and config.mesh.tp == 1 < config.mesh.fsdp:
+        extra |= OF_WHOLE_LAYERS
     return compile_options(
         overlap=communication.overlap,
         gradient_fusion=communication.gradient_fusion,
