@@ -142,9 +142,10 @@ def test_a_factored_moment_keeps_the_box_of_its_parameter():
     """Of `optax.adafactor`: rows and columns have one dim, the names in their box two."""
     params = annotated((None, "tp"))
     state = jax.eval_shape(optax.adafactor(1e-3, min_dim_size_to_factor=8).init, params)
-    result = specs(jaxtp.make_plan({"params": params, "state": state}, {"tp": 4}))
-    assert result["params/odd/kernel"] == "P(-, tp)"
-    assert {result[f"state/0/{kind}/odd/kernel"] for kind in ("v_row", "v_col")} == {"P()"}
+    run = {"run": {"params": params, "state": state}}
+    result = specs(jaxtp.make_plan(run, {"tp": 4}))
+    assert result["run/params/odd/kernel"] == "P(-, tp)"
+    assert {result[f"run/state/0/{kind}/odd/kernel"] for kind in ("v_row", "v_col")} == {"P()"}
 
 
 @pytest.mark.parametrize(
@@ -542,6 +543,8 @@ def test_the_table_folds_repeated_layers():
     assert line.startswith("layers/*/attn/q_proj/kernel (x6)")
     assert "P(-, tp)" in line
     assert len(lines) < 16
+    numbered = {f"layer_{i}/fc1/kernel": (64, 256) for i in range(2)}
+    assert "\nlayer_*/fc1/kernel (x2) " in str(plan(numbered, 1))
 
 
 def test_diff_names_what_changed_and_why():

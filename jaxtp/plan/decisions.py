@@ -259,8 +259,8 @@ class Plan:
             specs = (d.spec, d.state_spec)
             key = (re.sub(r"\d+", "*", d.path), d.shape, d.dtype, specs, d.role, d.fallback)
             folded.setdefault(key, []).append(d)
-        for (wild, *_), members in folded.items():
-            yield (str(wild) if len(members) > 1 else members[0].path), len(members), members[0]
+        for members in folded.values():
+            yield _folded_path([d.path for d in members]), len(members), members[0]
 
     @property
     def summary(self) -> str:
@@ -292,11 +292,12 @@ class Plan:
             if i.role == STATE:
                 key = (re.sub(r"\d+", "*", i.path), str(i.shape), i.dtype, spec_text(i.spec))
                 folded.setdefault(key, []).append(i)
-        for (wild, *_), members in folded.items():
+        for members in folded.values():
             first, count = members[0], len(members)
+            path = _folded_path([i.path for i in members])
             rows.append(
                 (
-                    f"{wild} (x{count})" if count > 1 else first.path,
+                    path if count == 1 else f"{path} (x{count})",
                     "x".join(map(str, first.shape)) or "scalar",
                     spec_text(first.spec),
                     first.role,
@@ -364,6 +365,16 @@ class Plan:
             raise PlanMismatch(
                 f"not the JSON of a plan: {err!r}", fix="read a file written by plan.to_json()"
             ) from None
+
+
+def _folded_path(paths: Sequence[str]) -> str:
+    """Paths that differ in numbers as one, a star for each number that they do not share.
+
+    >>> _folded_path(["layers/0/fc1/bias", "layers/1/fc1/bias"])
+    'layers/*/fc1/bias'
+    """
+    split = zip(*(re.split(r"(\d+)", path) for path in paths), strict=True)
+    return "".join(parts[0] if len(set(parts)) == 1 else "*" for parts in split)
 
 
 def _shards(d: ParamDecision, mesh: MeshShape) -> list[tuple[tuple[str, ...], int]]:
