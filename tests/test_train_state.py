@@ -1,6 +1,7 @@
 """Optimizer state follows its parameters; rows S2 to S4 of the case table."""
 
 import re
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -195,6 +196,48 @@ def test_a_train_state_follows_the_plan_of_its_parameters(name):
         want = found[0].spec if found else ()
         assert canonical(leaf.sharding.spec, leaf.ndim) == want, path
     assert_same(unshard(placed), state)
+
+
+class Averaged(NamedTuple):
+    """A train state of a user's own, whose fields Flax would call otherwise."""
+
+    weights: Any
+    optimizer: Any
+    average: Any
+
+
+OWN_STATES = {
+    "tuple": lambda params, state: (params, state, np.zeros(())),
+    "dict": lambda params, state: {"optimizer": state, "model": params},
+    "fields": lambda params, state: Averaged(params, state, params),
+}
+
+
+@pytest.mark.parametrize("name", OWN_STATES)
+@pytest.mark.parametrize("tx", [optax.sgd(1e-3), optax.adafactor(1e-3)], ids=["sgd", "adafactor"])
+def test_a_state_of_ones_own_has_the_plan_of_its_parameters(name, tx):
+    params = abstract("linen")
+    state = OWN_STATES[name](params, jax.eval_shape(tx.init, params))
+    assert make_plan(state, {"tp": 4}) == make_plan(params, {"tp": 4})
+
+
+def test_what_is_no_train_state_is_planned_whole():
+    """Parameters beside the optimizer of others, and two models beside an optimizer of one."""
+    params, other = ({name: {"kernel": np.ones((8, 32))}} for name in ("up", "other"))
+    state = jax.eval_shape(optax.adam(1e-3).init, params)
+    for tree in ((other, state), (params, other, state)):
+        assert len(make_plan(tree, {"tp": 4}).decisions) == len(leaves(tree))
+
+
+def test_parameters_and_moments_of_a_state_of_ones_own_lie_apart():
+    params, tx = fresh_params(), optax.adam(1e-3)
+    plan = make_plan(params, {"fsdp": 2, "tp": 4}, zero=1)
+    specs = state_specs(Averaged(params, tx.init(params), params), plan)
+    assert specs.weights == specs.average == state_specs(params, plan)
+    assert specs.optimizer[0].mu != specs.weights
+    part = dict(list(params.items())[:1])
+    with pytest.raises(errors.PlanMismatch, match="TP045 at weights: the tree has 1 of"):
+        shard(Averaged(part, tx.init(part), part), jax.make_mesh((2, 4), ("fsdp", "tp")), plan=plan)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -138,10 +138,12 @@ def _check_same_model(leaves: Mapping[str, Param], known: Mapping[str, Slot]) ->
     held: dict[str, set[str]] = {}
     matrices: list[str] = []
     has_owner = False
+    owners = {path: _owner(path, known) for path in leaves}
+    top = _parameter_roots(owners.values())
     for path, leaf in leaves.items():
-        owner, root = _owner(path, known)
+        owner, root = owners[path]
         has_owner = has_owner or owner is not None
-        if owner is not None and root is not None and _holds_parameters(root):
+        if owner is not None and root in top:
             held.setdefault(root, set()).add(owner)
         elif owner is None and len(leaf.shape) > 1:
             matrices.append(path)
@@ -226,14 +228,16 @@ def follow(
     found: dict[str, Slot] = {}
     strangers: dict[str, int] = {}
     roots: set[str] = set()
+    owners = {path: _owner(path, params) for path in leaves}
+    top = _parameter_roots(owners.values())
     for path, leaf in leaves.items():
         shape, num_bytes = leaf.shape, leaf.num_bytes
-        owner, root = _owner(path, params)
+        owner, root = owners[path]
         matched = [rule for rule in rules if rule.search(path)]
         unused.difference_update(matched)
         slot = _given(path, shape, {r.pattern: rules[r] for r in matched}, mesh)
         if slot is None and owner is not None:
-            source = params if _holds_parameters(root) else moments
+            source = params if root in top else moments
             slot = _derive(shape, source[owner])
             same = shape in (params[owner].shape, params[owner].stored)
             if shape and same and root is not None:
@@ -299,12 +303,16 @@ def check(path: str, slot: Slot, mesh: MeshShape) -> Iterator[JaxtpError]:
             )
 
 
-def _holds_parameters(root: str | None) -> bool:
-    """Whether what lies right below `root` are the parameters themselves.
+def _parameter_roots(owners: Iterable[tuple[str | None, str | None]]) -> set[str]:
+    """The roots right below which the parameters themselves lie, and not what follows them.
 
-    They are a whole tree, a field of a `TrainState`, or the module in a tuple with its optimizer.
+    They are a whole tree, a field of a `TrainState`, or the module in a tuple with its optimizer;
+    where nothing lies there, any field of a state beside one in which they lie deeper.
     """
-    return root is not None and (root in PARAMETER_ROOTS or root.isdigit())
+    roots = {root for _, root in owners if root is not None}
+    fields = {root for root in roots if "/" not in root}
+    usual = {root for root in fields if root in PARAMETER_ROOTS or root.isdigit()}
+    return usual or (fields if fields < roots else set())
 
 
 def _without_root(params: Mapping[str, Slot]) -> Mapping[str, Slot]:

@@ -199,19 +199,52 @@ def put_leaves(tree: PyTree, changed: Mapping[str, Any]) -> list[str]:
 def parameters(tree: PyTree) -> PyTree:
     """The parameters of a train state; any other tree as it is.
 
-    A train state has `params` beside `opt_state`, as attributes or keys, or it is an `nnx.Module`
-    beside its `nnx.Optimizer`.
+    A train state has an optimizer's state among its parts, be they members of a tuple, values of a
+    dict or attributes: called `opt_state`, or an `nnx.Optimizer`, or made of named tuples whose
+    types are called `...State`, as those of optax are. Its parameters are the part called `params`,
+    or else the one that has matrices; of several that are alike, such as averages, the first.
+    Where matrices of the optimizer belong to none of its parameters, it is of something else.
     """
-    if isinstance(tree, Mapping):
-        return tree["params"] if {"params", "opt_state"} <= tree.keys() else tree
-    if hasattr(tree, "params") and hasattr(tree, "opt_state"):
-        return tree.params
+    parts = {spell(keys): part for keys, part in _flattened(tree, lambda x: x is not tree)[0]}
+    states = {name: part for name, part in parts.items() if _is_optimizer_state(name, part)}
+    if not states:
+        return tree
+    if "params" in parts:
+        return parts["params"]
+    shapes = {name: _shapes(part) for name, part in parts.items() if name not in states}
+    models = [name for name, held in shapes.items() if _matrices(held)]
+    if not models or any(shapes[name] != shapes[models[0]] for name in models):
+        return tree
+    paths = {path.removeprefix("params/") for path in shapes[models[0]]}
+    kept = [path for state in states.values() for path in _matrices(_shapes(state))]
+    return parts[models[0]] if all(paths & _within(path) for path in kept) else tree
+
+
+def _shapes(tree: PyTree) -> dict[str, tuple[int, ...]]:
+    return {path: np.shape(leaf) for path, leaf in leaves(tree)}
+
+
+def _matrices(shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    return [path for path, shape in shapes.items() if len(shape) > 1]
+
+
+def _within(path: str) -> set[str]:
+    """All paths that occur in a path."""
+    keys = path.split("/")
+    ends = range(1, len(keys) + 1)
+    return {"/".join(keys[start:end]) for end in ends for start in range(end)}
+
+
+def _is_optimizer_state(name: str, part: PyTree) -> bool:
     nnx = sys.modules.get("flax.nnx")
-    if nnx is not None and isinstance(tree, tuple | list):
-        modules = [part for part in tree if isinstance(part, nnx.Module)]
-        if len(modules) == 1 and any(isinstance(part, nnx.Optimizer) for part in tree):
-            return modules[0]
-    return tree
+    if name == "opt_state" or (nnx is not None and isinstance(part, nnx.Optimizer)):
+        return True
+    states, _ = _flattened(part, _is_named_state)
+    return bool(states) and all(_is_named_state(state) for _, state in states)
+
+
+def _is_named_state(node: PyTree) -> bool:
+    return hasattr(node, "_fields") and type(node).__name__.endswith("State")
 
 
 def leaves(tree: PyTree) -> list[tuple[str, Any]]:
