@@ -137,7 +137,7 @@ class _Turns:
         stack, other = self.stack, 1 - me
         # The message is the other half's: for the branch behind this one in A, for this one in B.
         to = i + 1 if other == A else i
-        # Gradients of weights stay outside of the barriers: they fill whatever room there is.
+        # Gradients of weights stay outside of most barriers: they fill whatever room there is.
         if self.ready:
             h, d_sum = self.ready
             total = stack.stream.total(self.message)
@@ -160,8 +160,12 @@ class _Turns:
             j = i if other == A else i - 1
             where = self.in_front if j < 0 else (j, self.norms[j], self.x[other][j])
             ready = inputs_of(stack, *where, self.d_x[other])
-            alive = (d_h, self.d_x, ready, held)
-            d_h, self.d_x, self.ready, held = lax.optimization_barrier(alive)
+            # Behind recomputed attention is too little for two gathers, without its weights'
+            # gradients.
+            late = () if stack.branches[i].tokenwise else d_cut
+            alive = (d_h, self.d_x, ready, held, late)
+            d_h, self.d_x, self.ready, held, late = lax.optimization_barrier(alive)
+            d_cut = late or d_cut
         self.message = d_h
         return d_cut, held
 
