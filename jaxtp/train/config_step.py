@@ -39,7 +39,7 @@ OF_WHOLE_LAYERS: Mapping[str, Value] = {
     # enough to gain by it.
     "xla_gpu_dot_merger_threshold_mb": 0,
 }
-"""Options of `aggressive` where weights are gathered whole: with fsdp and without tp."""
+"""Options of `aggressive` with fsdp and without tp, where products are of all of a weight."""
 
 
 def step_of(
