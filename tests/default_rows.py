@@ -47,6 +47,7 @@ DEFAULT_ROWS: dict[str, tuple[str, ...]] = {
     "test_a_strangers_model_has_the_numbers_of_one_device": ("remat-cp2-tp2-fsdp2", "packed-cp8"),
     "test_init_sharded_gives_the_numbers_of_one_device": ("linen_scan", "nnx"),
     "test_the_gpu_program_moves_the_floor": ("8-sp",),
+    "test_so_does_a_function_whose_tokens_devices_share_as_well": ("gathered", "bfloat16"),
     "test_stages_give_the_numbers_of_one_layer_after_the_other": (
         "7 layers over 4", "2 rounds of 6 layers", "rounds, gathered once",
     ),

@@ -140,8 +140,6 @@ def over_pieces(
         return TAKE_APART[name](value, params)
     if name == "pad" and not any(params["padding_config"][value.dim]):
         return [_each(value, lambda part, *_: jax.lax.pad(part, operands[1], **params))]
-    if name == "conv_general_dilated":
-        return _depthwise(value, params, operands)
     # Along another dim these leave the pieces where they are, too.
     along = {"concatenate": "dimension", "cumsum": "axis", "rev": "dimensions"}.get(name)
     beside = along is not None and value.dim not in jax.tree.leaves(params[along])
@@ -156,22 +154,32 @@ def _each(value: Pieces, fn: Callable[[Any, int, int], Any]) -> Pieces:
     return Pieces(tuple(parts), value.dim, value.cuts)
 
 
-def _depthwise(
-    value: Pieces, params: Mapping[str, Any], operands: Sequence[Any]
-) -> list[Any] | None:
-    """A convolution that treats every channel by itself, as the one before a state space does."""
-    numbers, kernel = params["dimension_numbers"], operands[1]
-    is_depthwise = params["feature_group_count"] == value.size == kernel.shape[numbers.rhs_spec[0]]
-    if isinstance(kernel, Pieces) or value.dim != numbers.lhs_spec[1] or not is_depthwise:
+def depthwise(
+    equation: Any, operands: Sequence[Any], run: Callable[[Any, Sequence[Any]], list[Any]]
+) -> Pieces | None:
+    """A convolution that treats every channel by itself, as the one before a state space does.
+
+    Args:
+        equation: The convolution.
+        operands: Its operands, of which some are pieces.
+        run: `(equation, operands)` -> the results, as `bind` gives them; for each piece.
+
+    Returns:
+        Its pieces, or None if it mixes channels.
+    """
+    params, (value, kernel) = equation.params, operands
+    numbers = params["dimension_numbers"]
+    if isinstance(kernel, Pieces) or value.dim != numbers.lhs_spec[1]:
+        return None
+    if not params["feature_group_count"] == value.size == kernel.shape[numbers.rhs_spec[0]]:
         return None
 
     def convolve(part: Any, start: int, stop: int) -> Any:
         own = jax.lax.slice_in_dim(kernel, start, stop, axis=numbers.rhs_spec[0])
-        return jax.lax.conv_general_dilated_p.bind(
-            part, own, **{**params, "feature_group_count": stop - start}
-        )
+        narrow = equation.replace(params={**params, "feature_group_count": stop - start})
+        return run(narrow, (part, own))[0]
 
-    return [_each(value, convolve)]
+    return _each(value, convolve)
 
 
 def _elementwise(

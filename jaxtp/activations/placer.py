@@ -17,13 +17,15 @@ from jaxtp.activations.fused_products import (
     Pieces,
     by_result,
     by_weight,
+    depthwise,
     over_pieces,
     product_of_piece,
     value_of,
 )
+from jaxtp.activations.grouped_kernels import CONVOLUTION, convolve
 from jaxtp.activations.left_alone import PRODUCTS, lost, matters, named, stays_manual
 from jaxtp.activations.sequences import GATHERED, Meeting, Sequences, gather_tokens
-from jaxtp.activations.shared_products import convolution_at, product_at, shared
+from jaxtp.activations.shared_products import convolution_at, product_at, shared, widest
 from jaxtp.activations.token_gathers import gathers_of_tokens
 from jaxtp.plan.decisions import Plan
 from jaxtp.rules.inputs import leads
@@ -45,7 +47,7 @@ class Placer:
         self.analysis, self.plan, self.mesh = analysis, plan, mesh
         self._leads = leads(analysis, plan)
         self._shares_batch = plan.mesh.batch_ways > 1
-        self._widest = _widest(analysis, plan, self._leads)
+        self._widest = widest(analysis, plan, self._leads)
         self._classes: dict[Value, tuple[DimClass, ...]] = {}
         self._exchange = Exchange(analysis, plan, self.axes, self.constrain)
         self._sequences = Sequences(analysis, plan, mesh)
@@ -123,10 +125,8 @@ class Placer:
         meeting = self._sequences.meeting(scope, equation)
         if meeting is not None:
             return [self._meet(scope, equation, operands, meeting)]
-        window = windows.window_of(scope, equation, self._sequences)
-        if window is not None:
-            axis = self._sequences.axis
-            return [window.run(equation, axis, self.mesh, self._split, *operands)]
+        if (apart := self._apart(scope, equation)) is not None:
+            return apart(equation, operands)
         if name in PRODUCTS:
             result = self._product(scope, equation, operands)
             if result is not None:
@@ -134,6 +134,18 @@ class Placer:
         if name == "gather" and self._looks_up_one(scope, equation):
             return [lookups.twice(equation, *operands)]
         return bind(equation, operands)
+
+    def _apart(self, scope: Scope, equation: Any) -> Callable[[Any, Sequence[Any]], Any] | None:
+        """How windows and grouped convolutions run where XLA would lose gradients, as `bind`."""
+        params, rows = equation.params, ()
+        if equation.primitive.name == CONVOLUTION and params["feature_group_count"] > 1:
+            value = self.analysis.value(scope, equation.invars[0])
+            rows = self._batch_axes(value.dims[params["dimension_numbers"].lhs_spec[0]])
+        window = windows.window_of(scope, equation, self._sequences)
+        if window is not None:
+            axis, split = self._sequences.axis, self._split
+            return functools.partial(window.run, axis=axis, rows=rows, mesh=self.mesh, place=split)
+        return functools.partial(convolve, axes=rows, mesh=self.mesh) if rows else None
 
     def _looks_up_one(self, scope: Scope, equation: Any) -> bool:
         """Whether each device takes a single row of a table that is sharded along its rows."""
@@ -199,6 +211,9 @@ class Placer:
             row = PRIMITIVES.get(equation.primitive.name)
             inlined = row is not None and row.again is inline
             return self.run(calls[0], operands, in_pieces=True) if inlined else None
+        if equation.primitive.name == CONVOLUTION:
+            convolved = depthwise(equation, operands, self._apart(scope, equation) or bind)
+            return None if convolved is None else [convolved]
         elementwise = value is not None and value.elementwise
         return over_pieces(equation, operands, self._split, elementwise=elementwise)
 
@@ -217,7 +232,7 @@ class Placer:
                 wide = self._widest.get(c.group, ())
                 if not wide:
                     product = None
-                elif equation.primitive.name == "conv_general_dilated":
+                elif equation.primitive.name == CONVOLUTION:
                     product = convolution_at(equation.params, index, dim)
                 else:
                     product = product_at(equation.params, ranks, index, dim, groups)
@@ -433,15 +448,3 @@ class Placer:
                 for e in fitted
             ]
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*fitted)))
-
-
-def _widest(
-    analysis: Analysis, plan: Plan, leads: Mapping[str, tuple[int, ...]]
-) -> dict[str, tuple[str, ...]]:
-    """Group -> the tensor axes that its widest member is split over."""
-    found: dict[str, tuple[str, ...]] = {}
-    for finding in analysis.findings.values():
-        if finding.group in leads and finding.dim is not None and not finding.pieces:
-            axes = plan.axes_for(finding.units)
-            found[finding.group] = max(found.get(finding.group, ()), axes, key=len)
-    return found

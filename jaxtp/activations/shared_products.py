@@ -2,11 +2,14 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from jaxtp.plan.decisions import Plan
+from jaxtp.rules.jaxpr import Analysis
 
 Place = Callable[[Any, dict[int, tuple[str, ...]]], Any]
 """`(x, {dim: axes})` -> `x` with these dims sharded over these axes and all others as XLA likes."""
@@ -179,3 +182,15 @@ def _shared_backward(
 
 
 shared.defvjp(_shared_forward, _shared_backward)
+
+
+def widest(
+    analysis: Analysis, plan: Plan, leads: Mapping[str, tuple[int, ...]]
+) -> dict[str, tuple[str, ...]]:
+    """Group -> the tensor axes that its widest member is split over."""
+    found: dict[str, tuple[str, ...]] = {}
+    for finding in analysis.findings.values():
+        if finding.group in leads and finding.dim is not None and not finding.pieces:
+            axes = plan.axes_for(finding.units)
+            found[finding.group] = max(found.get(finding.group, ()), axes, key=len)
+    return found

@@ -1,26 +1,32 @@
 """Windows along tokens that devices along cp share, in models that never heard of it.
 
 Of a convolution or a pooling a device computes its own tokens, with edges of its neighbours', which
-come by permutes. XLA would exchange the same edges, but its partitioner sums the gradient of a
-kernel over the whole mesh, also along axes on which all devices have the same of it, and loses
-gradients of overlapping windows of a maximum. So no window is left to it with its tokens sharded;
-where edges alone do not do, tokens are gathered.
+come by permutes. XLA would exchange the same edges, but its partitioner sums gradients of kernels
+over too many devices, as `grouped_kernels` says, and loses gradients of overlapping windows of a
+maximum. So no window is left to it with its tokens sharded; where edges alone do not do, tokens are
+gathered.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh
 
+from jaxtp.activations.grouped_kernels import (
+    CONVOLUTION,
+    Shared,
+    convolve,
+    free_axes,
+    on_own_part,
+)
 from jaxtp.activations.sequences import Sequences
 from jaxtp.rules.jaxpr.reentry import bind
 from jaxtp.rules.jaxpr.walk import Scope, shape_of
-
-CONVOLUTION = "conv_general_dilated"
 
 OUTSIDE = {
     CONVOLUTION: 0.0,
@@ -56,48 +62,45 @@ class TokenWindow:
     def run(
         self,
         equation: Any,
+        operands: Sequence[Any],
         axis: str,
+        rows: Sequence[str],
         mesh: Mesh | AbstractMesh,
         place: Callable[..., Any],
-        *operands: Any,
-    ) -> Any:
-        """The result of the equation.
+    ) -> list[Any]:
+        """The results of the equation, of which there is one.
 
         Args:
             equation: With the windows.
+            operands: What it goes along, global; the kernel of a convolution behind it, on all
+                devices along the axis.
             axis: The mesh axis that shards the tokens.
+            rows: The mesh axes that share the rows of a grouped convolution.
             mesh: The mesh.
             place: `(x, {dim: axes})` -> `x` with these dims constrained.
-            *operands: What it goes along, global; the kernel of a convolution behind it, on all
-                devices along the axis.
         """
         if self.edges is None:
             # All tokens, in both directions: gradients come through the second constraint.
             gathered = [place(x, {self.source: ()}) for x in operands[: self.operands]]
-            result = bind(equation, (*gathered, *operands[self.operands :]))[0]
-            return place(result, {self.target: ()})
-        here = jax.sharding.get_abstract_mesh()
-        mesh = here if here.manual_axes else mesh
+            run = partial(convolve, axes=rows, mesh=mesh) if rows else bind
+            (result,) = run(equation, [*gathered, *operands[self.operands :]])
+            return [place(result, {self.target: ()})]
         padding = list(equation.params["padding"])
         padding[self.number] = (0, 0)
         params = equation.params | {"padding": tuple(padding)}
+        mesh, rows, ways = free_axes(rows, mesh)
 
         def own(x: Any, *kernel: Any) -> Any:
             outside = OUTSIDE[equation.primitive.name]
             x = _with_edges(x, self, axis, mesh.shape[axis], outside)
             return equation.primitive.bind(x, *kernel, **params)
 
-        def spec(dim: int) -> PartitionSpec:
-            return PartitionSpec(*[None] * dim, axis)
-
-        return jax.shard_map(
-            own,
-            mesh=mesh,
-            in_specs=(spec(self.source), *[PartitionSpec()] * (len(operands) - 1)),
-            out_specs=spec(self.target),
-            axis_names={axis},
-            check_vma=False,
-        )(*operands)
+        shared: list[Shared] = [((axis,), self.source, self.target)]
+        if rows:
+            numbers = params["dimension_numbers"]
+            if operands[0].shape[numbers.lhs_spec[0]] % ways == 0:
+                shared.append((rows, numbers.lhs_spec[0], numbers.out_spec[0]))
+        return [on_own_part(own, operands, shared, mesh)]
 
 
 def window_of(scope: Scope, equation: Any, sequences: Sequences) -> TokenWindow | None:

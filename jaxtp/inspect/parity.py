@@ -10,9 +10,10 @@ import numpy as np
 from jax.extend.core import Jaxpr, subjaxprs
 from jax.sharding import Mesh
 
+from jaxtp.activations.grouped_kernels import sums_kernels, sums_over_rows
 from jaxtp.errors import ParityFailed
 from jaxtp.mesh.axes import MeshShape
-from jaxtp.mesh.build import auto_context, auto_mesh, check_devices, make_mesh
+from jaxtp.mesh.build import auto_context, auto_mesh, check_devices, make_mesh, plan_mesh
 from jaxtp.placement.arrays import shard, shard_batch, unshard
 from jaxtp.plan.decisions import Plan
 from jaxtp.plan.stored_form import Padding, masks_seen, unpad
@@ -141,13 +142,14 @@ def verify(
         narrow = {k: v for k, v in options.items() if k != "stages"}  # such meshes have none
         want = jax.device_get(jitted((), plain, given))[::2]
         _check_finite(want)
-        allowed = _coarsest(jax.make_jaxpr(run, static_argnums=0)((), plain, given).jaxpr) ** 0.5
+        program = jax.make_jaxpr(run, static_argnums=0)((), plain, given)
+        allowed = _coarsest(program.jaxpr) ** 0.5
         for wide in _meshes(mesh, names):
             plan = make_plan(params, wide, **(options if wide is mesh else narrow))
             placed = as_pytree(shard(rebuild(plain), wide, plan=plan))[0]
-            out, leaking, grads = jitted(
-                _layers(plan), placed, shard_batch(given, wide, axis_names=names)
-            )
+            sharded = _over_rows(run, wide, plan) if sums_kernels(program) else jitted
+            batch = shard_batch(given, wide, axis_names=names)
+            out, leaking, grads = sharded(_layers(plan), placed, batch)
             _check_masked(bool(leaking), plan)
             grads = unshard(grads, plan) if gradients else grads
             rows.append(_compare(want, (unshard(out), grads), plan, allowed))
@@ -166,6 +168,12 @@ def _check_finite(want: Any) -> None:
                     where=f"{kind} {path}".strip(),
                     fix="mend the function, or give inputs and parameters on which it is finite",
                 )
+
+
+def _over_rows(run: Callable[..., Any], mesh: Mesh, plan: Plan) -> Callable[..., Any]:
+    """`run`, jitted, with gradients of grouped convolutions as `jit_step` sums them."""
+    rowwise = sums_over_rows(run, plan.mesh.batch, plan_mesh(mesh, plan.mesh))
+    return jax.jit(rowwise, static_argnums=0)
 
 
 def _layers(plan: Plan) -> Layers:

@@ -5,7 +5,7 @@ import functools
 import math
 import operator
 import weakref
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import jax
@@ -14,15 +14,14 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxtp.activations.by_name import use_plan
+from jaxtp.activations.grouped_kernels import sums_kernels, sums_over_rows
 from jaxtp.errors import (
     BadMesh,
     BadStages,
     BadStep,
-    BadTree,
     PlanMismatch,
     Problems,
     StateNotPlaced,
-    join,
 )
 from jaxtp.layers.stacked import runs_in_stages
 from jaxtp.mesh.axes import Axis, MeshShape
@@ -31,12 +30,13 @@ from jaxtp.placement.arrays import batch_slots, place, put
 from jaxtp.placement.replicas import check_agreement
 from jaxtp.placement.train_state import SMALL_BYTES
 from jaxtp.plan.decisions import Plan, check_plan
-from jaxtp.plan.trees import FlatTree, PyTree, as_pytree, itemsize, leaves, shape_dtype
+from jaxtp.plan.trees import FlatTree, PyTree, itemsize, leaves, shape_dtype
+from jaxtp.rules.jaxpr.walk import bare
+from jaxtp.train import traced_step
 from jaxtp.train.arguments import Form, Signature, Static, update_objects
+from jaxtp.train.traced_step import Structure, put_together, take_apart
 
 State = TypeVar("State")
-Structure = tuple[jax.tree_util.PyTreeDef, Callable[[PyTree], PyTree]]
-"""How to put leaves together again: the treedef of the plain tree, and the way back from there."""
 
 
 def jit_step(
@@ -133,8 +133,10 @@ class Step(Generic[State]):
         self.state_paths = tuple(path for path, _ in leaves(state))
         # What the last call returned needs no look in the next one.
         self._known: list[weakref.ref[jax.Array]] = []
-        self.jitted = jax.jit(
-            functools.partial(_body, step_fn),
+        self._read: set[Static] = set()
+        self._body = functools.partial(traced_step.run, step_fn)
+        self._jit = functools.partial(
+            jax.jit,
             static_argnums=0,
             in_shardings=(self.shardings, None, None),
             out_shardings=(self.shardings, None, None),
@@ -142,6 +144,7 @@ class Step(Generic[State]):
             keep_unused=True,  # a dropped argument would not be donated
             compiler_options=dict(compiler_options) if compiler_options else None,
         )
+        self.jitted = self._jit(self._body)
 
     def __call__(self, state: State, *args: Any, **named: Any) -> Any:
         """One step: what `step_fn` returns, with the state on the mesh.
@@ -163,7 +166,7 @@ class Step(Generic[State]):
             BadStages: TP074, if the plan has stages and `step_fn` does not run in them.
         """
         with self._context():
-            structure, arrays = _take_apart(state)
+            structure, arrays = take_apart(state)
             known = [ref() for ref in self._known]
             if not known or len(known) != len(arrays) or any(map(operator.is_not, known, arrays)):
                 arrays = self._adopt(arrays)
@@ -172,12 +175,11 @@ class Step(Generic[State]):
             if not known:
                 self._compare_processes(arrays, flat)
             arguments = self._arguments(structure, arrays, form, flat)
-            if not known:
-                self._check_stages(arguments)
+            self._read_program(arguments)
             new, rest, changed = self.jitted(*arguments)
             update_objects(dict(zip(form.names, (*args, *named.values()), strict=True)), changed)
         self._known = [weakref.ref(leaf) for leaf in new]
-        return (_put_together(structure, new), *rest) if rest else _put_together(structure, new)
+        return (put_together(structure, new), *rest) if rest else put_together(structure, new)
 
     def lower(self, state: State, *args: Any, **named: Any) -> jax.stages.Lowered:
         """The step lowered for arrays or structs; nothing runs and nothing is donated."""
@@ -193,25 +195,34 @@ class Step(Generic[State]):
         For whoever traces or exports the step; nothing runs and nothing is donated.
         """
         with self._context():
-            structure, arrays = _take_apart(state)
+            structure, arrays = take_apart(state)
             arrays = [_settle(x, s) for x, s in zip(arrays, self.shardings, strict=True)]
             form, traced = self._signature.read(state, args, named)
             arguments = self._arguments(structure, arrays, form, FlatTree.of(traced))
-            self._check_stages(arguments)
+            self._read_program(arguments)
             yield self.jitted, arguments
 
-    def _check_stages(self, arguments: tuple[Any, ...]) -> None:
-        """Layers stored for stages and run otherwise would be in the wrong order, with holes."""
-        plan = self._plan
-        if plan is None or plan.stages is None:
+    def _read_program(self, arguments: tuple[Any, ...]) -> None:
+        """Refuses what would compute wrong numbers, or has it computed in another way.
+
+        Layers stored for stages and run otherwise would be in the wrong order, with holes; for
+        kernels of grouped convolutions see `jaxtp.activations.grouped_kernels`.
+        """
+        shape, plan = self._shape, self._plan
+        stages = plan.stages if plan is not None else None
+        shares_rows = 1 < shape.batch_ways < shape.num_devices
+        if arguments[0] in self._read or (stages is None and not shares_rows):
             return
         traced = self.jitted.trace(*arguments).jaxpr
-        if not runs_in_stages(getattr(traced, "jaxpr", traced), plan.mesh.name_of(Axis.PP)):
+        if stages and not runs_in_stages(bare(traced), shape.name_of(Axis.PP)):
             raise BadStages(
-                f"the plan assigns layers to {plan.stages.num_stages} stages along "
-                f"{plan.mesh.name_of(Axis.PP)}, and the step runs none of them there",
+                f"the plan assigns layers to {stages.num_stages} stages along "
+                f"{shape.name_of(Axis.PP)}, and the step runs none of them there",
                 fix="run stacked layers with jaxtp.scan_layers instead of a scan",
             )
+        if shares_rows and sums_kernels(traced):
+            self.jitted = self._jit(sums_over_rows(self._body, shape.batch, self.mesh))
+        self._read.add(arguments[0])
 
     @contextlib.contextmanager
     def _context(self) -> Generator[None]:
@@ -272,93 +283,6 @@ def _settle(leaf: Any, sharding: NamedSharding) -> Any:
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf.update(weak_type=False)
     return jax.lax.convert_element_type(leaf, leaf.dtype) if jax.typeof(leaf).weak_type else leaf
-
-
-def _take_apart(tree: PyTree) -> tuple[Structure, list[Any]]:
-    plain, rebuild = as_pytree(tree)
-    arrays, treedef = jax.tree.flatten(plain)
-    return (treedef, rebuild), arrays
-
-
-def _put_together(structure: Structure, arrays: Iterable[Any]) -> PyTree:
-    treedef, rebuild = structure
-    return rebuild(jax.tree.unflatten(treedef, arrays))
-
-
-def _body(
-    step_fn: Callable[..., Any],
-    static: Static,
-    arrays: list[jax.Array],
-    batch: PyTree,
-    others: Mapping[str, PyTree],
-) -> tuple[list[jax.Array], tuple[Any, ...], dict[str, PyTree]]:
-    """What is traced: leaves in; leaves, metrics in a tuple, and changed arguments out."""
-    structure: Structure
-    form: Form
-    structure, form = static.value
-    state = _put_together(structure, arrays)
-    paths = [path for path, _ in leaves(state)]
-    values = form.build({form.names[0]: batch, **others} if form.names else others)
-    out = form.call(step_fn, state, values)
-    ways: list[tuple[Any, tuple[Any, ...]]] = [(out, ())]
-    if isinstance(out, tuple) and len(out) == 2:
-        ways.append((out[0], out[1:]))
-    for new, rest in ways:
-        found, new_arrays = _take_apart(new)
-        if found == structure or _same_leaves(structure, paths, found, new):
-            _check_metrics(rest)
-            return _successors(paths, arrays, new_arrays), rest, form.changed(values)
-    returned = {path for path, _ in leaves(ways[-1][0])}
-    raise BadStep(
-        f"the step returns a {type(out).__name__} that is not the state, nor (state, metrics); "
-        f"missing: {join(sorted(set(paths) - returned)) or 'nothing'}, "
-        f"new: {join(sorted(returned - set(paths))) or 'nothing'}",
-        fix="return (state, metrics) or state, with the types and static fields that came in",
-    )
-
-
-def _check_metrics(rest: PyTree) -> None:
-    """Refuses, beside the state, what no compiled function can return."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(rest):
-        try:
-            shape_dtype(leaf)
-        except BadTree as err:
-            raise BadStep(
-                f"beside the state the step returns what it cannot: {err.what}",
-                where=f"metrics{jax.tree_util.keystr(path[1:])}",
-                fix="return arrays and numbers; add text and what is static outside of the step",
-            ) from None
-
-
-def _same_leaves(old: Structure, paths: list[str], new: Structure, tree: PyTree) -> bool:
-    """Whether NNX objects differ in the containers inside their variables only.
-
-    SM3's state is a list for each parameter before the first update, and a mapping after it.
-    """
-    return new[1] == old[1] != as_pytree(())[1] and [path for path, _ in leaves(tree)] == paths
-
-
-def _successors(
-    paths: Sequence[str], old: Sequence[jax.Array], new: Sequence[Any]
-) -> list[jax.Array]:
-    """The new leaves, checked to be able to take the places of the old ones."""
-    problems, checked = Problems(), list[jax.Array]()
-    for path, before, after in zip(paths, old, new, strict=True):
-        after = jnp.asarray(after)
-        if (after.shape, after.dtype) != (before.shape, before.dtype):
-            problems.add(
-                BadStep(
-                    f"{before.dtype}{list(before.shape)} comes back as "
-                    f"{after.dtype}{list(after.shape)}",
-                    where=path,
-                    fix=f"return it as {before.dtype}{list(before.shape)}",
-                )
-            )
-        elif jax.typeof(after).weak_type:  # as in _settle
-            after = jax.lax.convert_element_type(after, before.dtype)
-        checked.append(after)
-    problems.raise_any()
-    return checked
 
 
 def _check_own(plan: Plan, state: PyTree) -> None:
