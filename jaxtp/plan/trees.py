@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 from jax.tree_util import GetAttrKey, KeyEntry, keystr
 
 from jaxtp.errors import BadTree
+from jaxtp.plan.tree_kinds import refuse_endless
 
 PyTree = Any
 Annotation = tuple[str | tuple[str, ...] | None, ...]
@@ -154,6 +155,7 @@ def as_pytree(tree: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
     An NNX module is a graph: flattening it directly would write a shared (tied) variable twice and
     untie it on the way back, so a tree with NNX objects in it goes through `nnx.split`.
     """
+    refuse_endless(tree)
     if not has_objects(tree):
         return tree, _same
     graphdef, state = sys.modules["flax.nnx"].split(tree)
@@ -205,6 +207,7 @@ def parameters(tree: PyTree) -> PyTree:
     or else the one that has matrices; of several that are alike, such as averages, the first.
     Where matrices of the optimizer belong to none of its parameters, it is of something else.
     """
+    refuse_endless(tree)
     parts = {spell(keys): part for keys, part in _flattened(tree, lambda x: x is not tree)[0]}
     states = {name: part for name, part in parts.items() if _is_optimizer_state(name, part)}
     if not states:
@@ -355,7 +358,14 @@ def shape_dtype(leaf: Any, path: str = "") -> tuple[tuple[int, ...], str]:
         BadTree: TP046, for anything else.
     """
     if isinstance(leaf, bool | int | float | complex):
-        return (), str(jnp.result_type(leaf))
+        dtype = jnp.result_type(leaf)
+        if type(leaf) is int and leaf.bit_length() >= 8 * dtype.itemsize:
+            raise BadTree(
+                f"an integer of {leaf.bit_length()} bits does not fit into {dtype}",
+                where=path,
+                fix="a smaller number, or an array of another type",
+            )
+        return (), str(dtype)
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
         raise BadTree(
             f"a leaf of type {type(leaf).__name__} is not an array",
@@ -369,6 +379,20 @@ def shape_dtype(leaf: Any, path: str = "") -> tuple[tuple[int, ...], str]:
             fix="leave text, dates and objects out of what goes to the devices",
         )
     return tuple(int(n) for n in leaf.shape), str(leaf.dtype)
+
+
+def refuse_shapes(leaf: Any, path: str = "") -> None:
+    """Refuses a struct where numbers are computed with.
+
+    Raises:
+        BadTree: TP046, for a `jax.ShapeDtypeStruct`.
+    """
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        raise BadTree(
+            f"a shape {list(leaf.shape)} without numbers",
+            where=path,
+            fix="arrays: of shapes alone jaxtp makes plans, and compiles",
+        )
 
 
 def map_with_path(fn: Callable[[str, Any], Any], tree: PyTree) -> PyTree:
