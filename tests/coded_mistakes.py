@@ -316,7 +316,7 @@ CASES = {
         "bloom",
         "llama",
     ),
-    "TP110": (lambda: jaxtp.compile_options(overlap="fast"), "", "fast", "aggressive"),
+    "TP110": (lambda: jaxtp.compile_options(overlap="fast"), "overlap", "fast", "aggressive"),
     "TP111": (lambda: compiled("entry_abort"), "", "a cycle is detected", r"overlap=.off."),
     "TP112": (lambda: compiled("entry_sleep", time_limit=0.5), "", "ran for", "time_limit"),
     "TP113": (without_plugin, "", "no GPU compiler for jax", f"jax-cuda12-pjrt=={jax.__version__}"),

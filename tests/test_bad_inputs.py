@@ -60,6 +60,11 @@ BAD_FN = {
     "returns text": lambda p, x: "loss",
     "returns nothing": lambda p, x: {},
 }
+NO_FLAG = [None, "no", 1, 0.0, [True]]
+NO_NUMBER = ["60", NAN, INF, True, [1.0]]
+NO_FUNCTION = [None, "fn", 4, TREE, []]
+NO_OPTIONS = [4, "x", [1], {1: 2}, {"a": [1]}, {"a": None}]
+NO_SHAPE = ["tp", None, 4, SIZES, ("tp",), (("tp", 2.5),), (("tp", 0),), (("tp", "2"),), ((2, 2),)]
 NO_TX = ["adamw", 4, ANYTHING, [], {}, 0.1, optax.sgd]
 
 
@@ -272,6 +277,7 @@ def table():
             "TP110",
         )
     yield from of_search()
+    yield from of_kinds()
     for bad in (None, 4, ANYTHING, TREE):
         yield f"quantize {bad!r:.12}", lambda bad=bad: jaxtp.models.quantize(bad, "int8"), "TP020"
     for bad in (5, b"adapter", [], "a\0"):
@@ -403,6 +409,78 @@ def table():
         yield f"tree file {bad}", lambda b=bad: jaxtp.load_tree(b), "TP132"
 
 
+def endless():
+    """Trees that hold themselves, and one deeper than Python goes."""
+    tree, rows, deep = {"w": X}, [X], {}
+    tree["self"] = rows
+    rows.append(tree)
+    for _ in range(5000):
+        deep = {"a": deep}
+    return {"a dict in itself": tree, "a list in itself": rows, "5,000 dicts": deep}
+
+
+def a_step(**given):
+    return jaxtp.jit_step(lambda s, b: s, placed(), mesh(), **given)
+
+
+def a_decode(decode=loss, plan=None, **given):
+    jaxtp.jit_decode(decode, globals()["plan"]() if plan is None else plan, mesh(), **given)
+
+
+def an_init(**given):
+    return jaxtp.init_sharded(lambda: TREE, TX, mesh(), **given)
+
+
+def layers(stack):
+    given = {"body": lambda x, layer, context: x, "x_BTD": np.ones((2, 4, 32)), "params": stack}
+    return lambda **changed: jaxtp.scan_layers(**{**given, **changed})
+
+
+def a_verify(fn=loss, params=TREE, **given):
+    return jaxtp.verify(fn, params, (X,), mesh(), **given)
+
+
+def a_parallel(**given):
+    return jaxtp.parallelize(loss, plan(), **given)
+
+
+def parallel_on(params):
+    return jaxtp.parallelize(loss, plan(), mesh())(params, X)
+
+
+def parallel_inside(axes):
+    """Called where every device has its own shard along these axes."""
+    run = jaxtp.parallelize(loss, plan())
+    mapped = jax.shard_map(
+        run, mesh=mesh(), in_specs=(P(), P()), out_specs=P(), axis_names=axes, check_vma=False
+    )
+    return jax.jit(mapped)(TREE, X)
+
+
+def a_preflight(**given):
+    return jaxtp.preflight(loss, target=H100, **given)
+
+
+def constrained(units):
+    return jaxtp.constrain(X, "hidden", units)
+
+
+def a_page(**given):
+    return jaxtp.see_tp_plan(plan(), **given)
+
+
+def a_dump(config):
+    return jaxtp.dump_tree(TREE, "never", config)
+
+
+def an_answer(model):
+    return jaxtp.generate(model, [[1]])
+
+
+def a_watchdog(seconds=60, **given):
+    return jaxtp.watchdog(seconds, **given)
+
+
 def search(run="llama-tiny", **asked):
     return jaxtp.search(run, **{"batch": 8, "compile_best": 0, **asked})
 
@@ -428,6 +506,103 @@ def of_search():
         yield f"a model of {bad!r}", lambda bad=bad: search(lambda: (loss, bad, (X,))), "TP046"
 
 
+def of_kinds():
+    """Arguments of another kind than a public function takes, each in a call that is else right."""
+    text_tree = {"a": {"b": "x"}}
+    stack = {"kernel": np.ones((3, 32, 32))}
+    calls = [
+        ("shard_batch", lambda **k: jaxtp.shard_batch(X, mesh(), **k), "local", NO_FLAG, "TP020"),
+        ("jit_step", a_step, "donate", NO_FLAG, "TP020"),
+        ("jit_step", a_step, "compiler_options", NO_OPTIONS, "TP110"),
+        ("jit_step", a_step, "static_argnums", [-1, True, 1.0], "TP133"),
+        ("jit_decode", a_decode, "decode", NO_FUNCTION, "TP133"),
+        ("jit_decode", a_decode, "plan", NO_PLAN, "TP045"),
+        ("jit_decode", a_decode, "donate", NO_FLAG, "TP020"),
+        ("jit_decode", a_decode, "compiler_options", NO_OPTIONS, "TP110"),
+        ("init_optimizer", lambda tx: jaxtp.init_optimizer(tx, placed()), "tx", NO_TX, "TP046"),
+        ("init_sharded", an_init, "apply_fn", NO_FUNCTION[1:], "TP020"),
+        ("scan_layers", layers(stack), "body", NO_FUNCTION, "TP046"),
+        ("scan_layers", layers(stack), "x_BTD", [None, 4, "x", TREE, np.ones(3)], "TP046"),
+        ("scan_layers", layers(stack), "params", [None, 3, "x", {}, TREE, text_tree], "TP046"),
+        ("scan_layers", layers(stack), "context", [4, "x", [1]], "TP020"),
+        ("scan_layers", layers(stack), "remat", [None, 4, True], "TP020"),
+        ("verify", a_verify, "gradients", NO_FLAG, "TP020"),
+        ("verify", a_verify, "show", NO_FUNCTION, "TP020"),
+        ("verify", a_verify, "plan", [None, SIZES], "TP020"),
+        ("verify", a_verify, "heds", [8], "TP020"),
+        ("verify", a_verify, "params", [jax.eval_shape(lambda: TREE), text_tree], "TP046"),
+        ("shard", lambda **k: jaxtp.shard(TREE, mesh(), **k), "heds", [8], "TP020"),
+        ("parallelize", a_parallel, "overlap", [None, True, 4, "off", ["auto"]], "TP110"),
+        ("parallelize", a_parallel, "mesh", ["tp", 4, SIZES, ANYTHING], "TP010"),
+        ("parallelize", parallel_on, "params", [jax.eval_shape(lambda: TREE), text_tree], "TP046"),
+        ("parallelize", parallel_inside, "axes", [{"tp"}, {"dp"}], "TP010"),
+        ("preflight", a_preflight, "args", [X, "x", 4, {"x": X}], "TP133"),
+        ("preflight", a_preflight, "mesh", ["tp", 4, [2]], "TP010"),
+        ("preflight", a_preflight, "options", [4, "off", {}], "TP110"),
+        ("preflight", a_preflight, "keywords", ["x", 4, [1]], "TP020"),
+        ("preflight", a_preflight, "tensor_axes", ["tp", 4, [2]], "TP020"),
+        ("preflight", a_preflight, "floor_bytes", [*NO_NUMBER, -1], "TP020"),
+        ("preflight", a_preflight, "model_flops", [*NO_NUMBER, -1], "TP020"),
+        ("preflight", a_preflight, "idle_share", [*NO_NUMBER, None, 1.5], "TP020"),
+        ("preflight", a_preflight, "needs", [4, "x", [4]], "TP020"),
+        ("preflight", a_preflight, "on_progress", NO_FUNCTION, "TP020"),
+        ("compile_options", jaxtp.compile_options, "overlap", [None, True, 4, ["auto"]], "TP110"),
+        ("compile_options", jaxtp.compile_options, "extra", NO_OPTIONS, "TP110"),
+        (
+            "compile_options",
+            jaxtp.compile_options,
+            "gradient_fusion",
+            [None, "1", 1.5, -1, NAN, [1]],
+            "TP110",
+        ),
+        ("check", lambda **k: jaxtp.check(None, **k), "max_ratio", [*NO_NUMBER, -1], "TP020"),
+        ("check", lambda **k: jaxtp.check(None, **k), "max_peak_bytes", NO_NUMBER, "TP020"),
+        ("check", lambda **k: jaxtp.check(None, **k), "min_hidden_share", [*NO_NUMBER, 2], "TP020"),
+        ("check", lambda **k: jaxtp.check(None, **k), "must_fit", NO_FLAG, "TP020"),
+        ("make_plan", plan, "pad_vocab", [None, "yes", 1, 0, [True]], "TP020"),
+        ("make_plan", plan, "strict", NO_FLAG, "TP020"),
+        ("MeshShape", jaxtp.MeshShape, "sizes", NO_SHAPE, "TP010"),
+        ("MeshShape", jaxtp.MeshShape.of, "mesh", NO_MESH, "TP010"),
+        ("MeshShape", jaxtp.MeshShape.from_data, "data", [None, 4, "x", {}, []], "TP010"),
+        ("plan_mesh", lambda shape: jaxtp.plan_mesh(mesh(), shape), "shape", NO_MESH, "TP010"),
+        ("constrain", constrained, "units", ["88", 8, [0], [2.5], ["8"], [NAN]], "TP003"),
+        ("watchdog", a_watchdog, "seconds", [True, [1]], "TP020"),
+        ("watchdog", a_watchdog, "mesh", ["tp", 4, SIZES], "TP010"),
+        ("watchdog", a_watchdog, "first_step", [None, -1, 2.5, "1"], "TP020"),
+        ("watchdog", a_watchdog, "place", [None, 4, []], "TP020"),
+        ("probe", jaxtp.probe, "size", ["8", 0, -8, 2.5, NAN, True], "TP020"),
+        ("probe", jaxtp.probe, "slow_ratio", [*NO_NUMBER, 0, -1], "TP020"),
+        ("probe", jaxtp.probe, "timeout", [*NO_NUMBER, None, 0, -1], "TP020"),
+        ("probe", jaxtp.probe, "tamper", NO_FUNCTION[1:], "TP020"),
+        ("agree", lambda **k: jaxtp.agree({}, **k), "timeout", [*NO_NUMBER, None, 0], "TP020"),
+        ("see_tp_plan", a_page, "report", [4, "x"], "TP020"),
+        ("see_tp_plan", a_page, "mesh", [SIZES], "TP020"),
+        ("see_tp_plan", a_page, "heads", [8], "TP020"),
+        ("dump_tree", a_dump, "config", [4, "x", [1], {"a": ANYTHING}, {"a": {1, 2}}], "TP132"),
+        ("search", search, "time_limit", [*NO_NUMBER, None, 0], "TP132"),
+        ("search", search, "on_progress", NO_FUNCTION, "TP132"),
+        ("search", search, "target", [None, 4, ["h100:1x8"]], "TP132"),
+        ("generate", an_answer, "model", [None, 4, "llama", TREE], "TP020"),
+        ("make_plan", lambda leaf: plan({**TREE, "n": leaf}), "leaf", [2**70, -(2**70)], "TP046"),
+    ]  # fmt: skip
+    for name, call, argument, values, code in calls:
+        for bad in values:
+            yield (
+                f"{name} {argument}={bad!r:.24}",
+                lambda call=call, argument=argument, bad=bad: call(**{argument: bad}),
+                code,
+            )
+    for key in ("num_attention_heads", "hidden_size", "vocab_size", "num_key_value_heads"):
+        for bad in ([8], {"a": 8}, True, ANYTHING):
+            yield f"config {key}={bad!r:.12}", lambda k=key, b=bad: plan(config={k: b}), "TP020"
+    for what, bad in BAD_FN.items():
+        yield f"verify fn that {what}", lambda bad=bad: a_verify(bad), "TP046"
+    for what, bad in endless().items():
+        yield f"plan of {what}", lambda b=bad: plan(b), "TP046"
+        yield f"shard {what}", lambda b=bad: jaxtp.shard(b, mesh()), "TP046"
+        yield f"batch of {what}", lambda b=bad: jaxtp.shard_batch(b, mesh()), "TP046"
+
+
 ROWS = {what: (call, code) for what, call, code in table()}
 
 
@@ -441,4 +616,4 @@ def test_bad_input_is_coded(what):
 
 
 def test_the_table_is_large():
-    assert len(ROWS) >= 300
+    assert len(ROWS) >= 1000

@@ -281,7 +281,7 @@ def test_refuses_before_anything_compiles(case):
 
 def test_remat_is_a_known_policy():
     with pytest.raises(BadConfig, match=r"TP020 at remat: .*\n  fix: stage"):
-        scan_layers(layer, jnp.ones((1, 1, 1)), {}, remat="stages")
+        scan_layers(layer, jnp.ones((1, 1, 1)), {"w": jnp.ones((1, 1))}, remat="stages")
 
 
 LLAMA = LlamaConfig(

@@ -23,16 +23,23 @@ from jaxtp.activations.half_batches import on_halves
 from jaxtp.activations.left_alone import Told
 from jaxtp.activations.placer import Placer
 from jaxtp.activations.sequences import check_tokens
-from jaxtp.errors import BadOption, BadTree, join
+from jaxtp.errors import BadMesh, BadOption, BadTree, join
+from jaxtp.errors.arguments import FUNCTION, checked, instance, one_of
 from jaxtp.mesh.axes import Axis
-from jaxtp.mesh.build import own_mesh, refuse_explicit_context, without_explicit_axes
-from jaxtp.plan.decisions import Plan, check_plan
+from jaxtp.mesh.build import (
+    own_mesh,
+    refuse_explicit_context,
+    refuse_manual_context,
+    without_explicit_axes,
+)
+from jaxtp.plan.decisions import A_PLAN, Plan
 from jaxtp.plan.trees import (
     as_pytree,
     has_objects,
     leaves,
     leaves_put,
     put_leaves,
+    refuse_shapes,
     shape_dtype,
 )
 from jaxtp.rules.jaxpr import analyse_jaxpr
@@ -40,6 +47,12 @@ from jaxtp.rules.jaxpr import analyse_jaxpr
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+@checked(
+    fn=FUNCTION.raising(BadTree),
+    plan=A_PLAN,
+    mesh=instance(Mesh, AbstractMesh, takes="a jax Mesh", error=BadMesh).or_none(),
+    overlap=one_of("auto", "aggressive").raising(BadOption),
+)
 def parallelize(
     fn: F,
     plan: Plan,
@@ -83,31 +96,26 @@ def parallelize(
     Raises:
         BadOption: If `overlap` is neither of the two.
         BadTree: TP046, if `fn` cannot be called, or, when called, for an input that is no array.
-        BadMesh: TP010, when called, if the mesh has another number of devices than the plan, or
-            the mesh of `jax.set_mesh` has Explicit axes.
+        BadMesh: TP010, when called, if the mesh has another number of devices than the plan,
+            the mesh of `jax.set_mesh` has Explicit axes, or inside a `jax.shard_map` over axes of
+            the plan's mesh.
         PlanMismatch: TP045, when called, if the plan lacks a parameter of the call.
         IdleDevices: TP011, when called, if the plan's mesh has devices along cp and the function
             has no sequence that they could share.
         SizeMismatch: TP003, when called, if its tokens do not divide over cp.
     """
-    if overlap not in ("auto", "aggressive"):
-        raise BadOption(f"overlap is {overlap!r}", fix="auto or aggressive")
-    check_plan(plan)
-    if not callable(fn):
-        raise BadTree(
-            f"fn is a {type(fn).__name__}",
-            fix="parallelize(fn, plan, mesh), where fn(params, *inputs) is the model's function",
-        )
     told = Told()
 
     @wraps(fn)
     def placed(params: Any, *inputs: Any, **keywords: Any) -> Any:
         refuse_explicit_context()
+        refuse_manual_context(plan.mesh)
         objects = {name: value for name, value in keywords.items() if has_objects(value)}
         callers = params, (inputs, objects)
         parts, rebuilds = zip(*map(as_pytree, callers), strict=True)
-        for leaf in jax.tree.leaves(parts[1]):
+        for leaf in jax.tree.leaves(parts):
             shape_dtype(leaf)  # refuses what is no array
+            refuse_shapes(leaf)
         parts, keywords = jax.tree.map(
             without_explicit_axes, (parts, {n: v for n, v in keywords.items() if n not in objects})
         )

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtp.errors import BadStages, BadTree, PlanMismatch, SizeMismatch, UnknownActivation, join
+from jaxtp.errors.arguments import checked, several, whole
 from jaxtp.mesh.axes import Axis, MeshShape, Shards
 from jaxtp.mesh.build import check_devices, refuse_explicit_context
 from jaxtp.plan.decisions import ParamDecision
@@ -231,6 +232,9 @@ def in_force(active: ActivePlan) -> Generator[None]:
         yield
 
 
+@checked(
+    units=several(whole(1), "a tuple of counts, such as (8, 4)").raising(SizeMismatch).or_none()
+)
 def constrain(x: jax.Array, name: str, units: Sequence[int] | None = None) -> jax.Array:
     """Returns `x` placed as the active plan wants this activation; `x` itself without a plan.
 

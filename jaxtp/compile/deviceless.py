@@ -8,10 +8,42 @@ from jaxtp.compile.compiler import Program, compile_for, trace
 from jaxtp.compile.options import PREFLIGHT, CompileOptions, probe
 from jaxtp.compile.report import Report
 from jaxtp.cost.bound import Need
-from jaxtp.errors import BadOption, BadStep
+from jaxtp.errors import BadMesh, BadOption, BadStep
+from jaxtp.errors.arguments import (
+    FUNCTION,
+    MAPPING,
+    NAMES,
+    Kind,
+    checked,
+    instance,
+    number,
+    several,
+)
 from jaxtp.hardware.gpus import Target
 
+STEP = Kind(
+    lambda value: (":" in value) if isinstance(value, str) else callable(value),
+    'a function, as in preflight(step, (state, batch), target=...), or "module:function"',
+    BadStep,
+)
 
+
+@checked(
+    step=STEP,
+    args=instance(list, tuple, takes="a tuple of arguments: (state, batch)", error=BadStep),
+    mesh=MAPPING.or_none().raising(BadMesh),
+    keywords=MAPPING.or_none(),
+    options=instance(
+        CompileOptions, takes="what jaxtp.compile_options returns", error=BadOption
+    ).or_none(),
+    tensor_axes=NAMES,
+    floor_bytes=number(0).or_none(),
+    model_flops=number(0).or_none(),
+    needs=several(instance(Need, takes="a Need"), "a tuple of jaxtp.cost.bound.Need").or_none(),
+    idle_share=number(0, 1),
+    time_limit=number(above=0).raising(BadOption),
+    on_progress=FUNCTION,
+)
 def preflight(
     step: Callable[..., Any] | str,
     args: Sequence[Any] = (),
@@ -62,9 +94,9 @@ def preflight(
         CompilerCrashed: TP111, if it stopped its process.
         CompilerTimeout: TP112, if it took longer than `time_limit`.
         CompileFailed: TP117, if it refuses the step, or the step cannot be traced.
+        BadConfig: TP020, for another argument of a wrong kind.
     """
     machine = Target.of(target)
-    _check(step, options, time_limit)
     if isinstance(step, str):
         program = Program(mesh=dict(mesh or {}), entry=step, keywords=dict(keywords or {}))
     else:
@@ -88,22 +120,3 @@ def preflight(
         compile_seconds=compiled.seconds,
         ragged_groups=compiled.ragged_groups,
     )
-
-
-def _check(step: Any, options: Any, time_limit: Any) -> None:
-    """Refuses what can only be a slip, before a compiler is started."""
-    if not isinstance(step, str) and not callable(step):
-        raise BadStep(
-            f"a {type(step).__name__} cannot be called",
-            fix='preflight(step, (state, batch), target=...), or "module:function"',
-        )
-    if options is not None and not isinstance(options, CompileOptions):
-        raise BadOption(
-            f"options is a {type(options).__name__}", fix="what jaxtp.compile_options returns"
-        )
-    if (
-        isinstance(time_limit, bool)
-        or not isinstance(time_limit, int | float)
-        or not time_limit > 0
-    ):
-        raise BadOption(f"time_limit is {time_limit!r}", fix="seconds, more than 0")

@@ -2,8 +2,16 @@
 
 from jaxtp.compile.report import Report, Row
 from jaxtp.errors import CheckFailed, DoesNotFit, Problems, join
+from jaxtp.errors.arguments import FLAG, checked, number
 
 
+@checked(
+    max_ratio=number(0).or_none(),
+    max_peak_bytes=number(0).or_none(),
+    min_hidden_share=number(0, 1).or_none(),
+    allow_unexpected=FLAG,
+    must_fit=FLAG,
+)
 def check(
     report: Report,
     *,
@@ -27,6 +35,7 @@ def check(
     Raises:
         CheckFailed: TP115, with the limit, the measured value and the collectives behind it.
         DoesNotFit: TP114, if the step needs more memory than the GPU has.
+        BadConfig: TP020, for a limit that is no number, or a switch that is no bool.
     """
     if not hasattr(report, "collectives"):
         raise CheckFailed(

@@ -14,6 +14,7 @@ from typing import Literal
 import jax
 
 from jaxtp.errors import BadOption, join
+from jaxtp.errors.arguments import FLAG, Kind, checked, one_of, whole
 from jaxtp.hardware.links import MIB
 
 Value = bool | int | float | str
@@ -73,6 +74,27 @@ class CompileOptions:
         )
 
 
+OPTIONS = Kind(
+    lambda value: (
+        isinstance(value, Mapping)
+        and all(isinstance(name, str) for name in value)
+        and all(isinstance(option, bool | int | float | str) for option in value.values())
+    ),
+    "a dict of names and numbers or text, as XLA's DebugOptions have them",
+    BadOption,
+)
+"""What functions take as compile options."""
+
+BYTES = whole(0, 2**63 - 1)
+
+
+@checked(
+    overlap=one_of(*OVERLAP).raising(BadOption),
+    gradient_fusion=Kind(
+        lambda value: FLAG.accepts(value) or BYTES.accepts(value), "True, False or bytes", BadOption
+    ),
+    extra=OPTIONS.or_none(),
+)
 def compile_options(
     *,
     overlap: Overlap = "auto",
@@ -91,10 +113,6 @@ def compile_options(
     Raises:
         BadOption: TP110, for a value that a known option, or a setting, cannot take.
     """
-    if overlap not in OVERLAP:
-        raise BadOption(f"overlap is {overlap!r}", fix=f"one of {', '.join(OVERLAP)}")
-    if gradient_fusion < 0:
-        raise BadOption(f"gradient_fusion is {gradient_fusion}", fix="True, False or bytes")
     switch = isinstance(gradient_fusion, bool)
     bucket = gradient_fusion * FUSED_BYTES if switch else gradient_fusion
     wanted: dict[str, Value] = {

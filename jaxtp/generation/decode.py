@@ -10,18 +10,22 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from jaxtp.activations.by_dataflow import parallelize
-from jaxtp.compile.options import probe
+from jaxtp.compile.options import OPTIONS, probe
 from jaxtp.errors import BadStep, PlanMismatch, join
+from jaxtp.errors.arguments import FLAG, FUNCTION, checked
 from jaxtp.generation.programs import READ_ONCE
 from jaxtp.mesh.build import auto_context, plan_mesh
 from jaxtp.placement.arrays import put
 from jaxtp.placement.inputs import arguments, input_slots, is_placed
-from jaxtp.plan.decisions import Plan, check_plan
+from jaxtp.plan.decisions import A_PLAN, Plan
 from jaxtp.plan.inputs import STATE, InputDecision
 from jaxtp.plan.specs import partition_spec
 from jaxtp.plan.trees import FlatTree, PyTree, as_pytree, spell
 
 
+@checked(
+    decode=FUNCTION.raising(BadStep), plan=A_PLAN, donate=FLAG, compiler_options=OPTIONS.or_none()
+)
 def jit_decode(
     decode: Callable[..., Any],
     plan: Plan,
@@ -49,8 +53,10 @@ def jit_decode(
     Raises:
         PlanMismatch: TP045, if the plan has no inputs.
         BadMesh: TP010, if the mesh has another number of devices than the plan.
+        BadStep: TP133, if `decode` cannot be called.
+        BadConfig: TP020, if `donate` is neither True nor False.
+        BadOption: TP110, for compiler options that are no names and numbers or text.
     """
-    check_plan(plan)
     return Decode(decode, plan, mesh, donate=donate, compiler_options=compiler_options)
 
 

@@ -13,13 +13,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
 from jaxtp.errors import BadPrompt, BadStages, PlanMismatch, Problems, join, warn
+from jaxtp.errors.arguments import FUNCTION, TEXT, Kind, checked, instance, is_whole, several, whole
 from jaxtp.generation.programs import Progress, Setting, prompt_program, token_program
 from jaxtp.generation.sampling import Sampling
 from jaxtp.hardware.links import GIB
 from jaxtp.mesh.build import auto_context
 from jaxtp.models.decoder import Decoder
 from jaxtp.models.quantized import is_quantized
-from jaxtp.plan.decisions import Plan
+from jaxtp.plan.decisions import A_PLAN, Plan
 from jaxtp.plan.specs import canonical
 from jaxtp.plan.trees import leaves
 from jaxtp.rules.planner import make_plan
@@ -65,6 +66,30 @@ class Answer:
     ended: Literal["end", "stop", "length"]
 
 
+COUNT = Kind(is_whole, "an integer, 1 or more", BadPrompt)
+
+
+@checked(
+    model=instance(Decoder, takes="a model from jaxtp.load_hf or jaxtp.models.build"),
+    prompts=Kind(
+        lambda value: isinstance(value, str | list | tuple) or getattr(value, "ndim", 0) > 0,
+        "text, a list of texts, or a list of lists of token ids",
+        BadPrompt,
+    ),
+    max_new_tokens=COUNT,
+    stop=several(TEXT, 'a list of texts: ["\\n"]'),
+    end_tokens=several(whole(0), "a list of token ids"),
+    samples=COUNT,
+    key=Kind(lambda value: hasattr(value, "dtype"), "a key: jax.random.key(0)").or_none(),
+    tokenizer=Kind(
+        lambda value: hasattr(value, "encode") and hasattr(value, "decode"),
+        "an object with encode(text) and decode(tokens)",
+    ).or_none(),
+    plan=A_PLAN.or_none(),
+    max_context=whole(1).or_none(),
+    on_text=FUNCTION.or_none(),
+    on_tokens=FUNCTION.or_none(),
+)
 def generate(
     model: Decoder,
     prompts: str | Sequence[str | Sequence[int]],
@@ -123,6 +148,7 @@ def generate(
     """
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     rows = _encoded([prompts] if isinstance(prompts, str) else prompts, tokenizer)
+    max_new_tokens, samples = int(max_new_tokens), int(samples)
     check_prompts(
         rows, model.config, max_new_tokens=max_new_tokens, max_context=max_context, samples=samples
     )
@@ -229,6 +255,14 @@ def _encoded(
                 "text without a tokenizer",
                 where=f"prompts[{i}]",
                 fix="tokenizer=, an object with encode(text) and decode(tokens), or token ids",
+            )
+        if not isinstance(prompt, str) and not (
+            np.ndim(ids := np.asarray(prompt)) == 1 and (not ids.size or ids.dtype.kind in "iu")
+        ):
+            raise BadPrompt(
+                f"a {type(prompt).__name__} is neither text nor token ids",
+                where=f"prompts[{i}]",
+                fix="text, or a list of token ids",
             )
         rows.append(
             tokenizer.encode(prompt) if tokenizer and isinstance(prompt, str) else list(prompt)  # pyright: ignore[reportArgumentType]

@@ -8,7 +8,6 @@ candidates of each shard. Shape suffixes: B batch, V vocab, C candidates, S shar
 
 import dataclasses
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +16,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxtp.activations.by_name import active_plan, constrain
-from jaxtp.errors import BadConfig
+from jaxtp.errors.arguments import number, whole
 
 NUM_CANDIDATES = 128
 """Likeliest tokens that a nucleus is looked for in; where they do not hold it, all tokens are."""
@@ -44,15 +43,14 @@ class Sampling:
     """Draw from tokens at least this likely, as a share of the likeliest one's probability."""
 
     def __post_init__(self) -> None:
-        limits = {
-            "temperature": (0 <= self.temperature < math.inf, "0 or more"),
-            "top_k": (self.top_k >= 0, "0 or more"),
-            "top_p": (0 < self.top_p <= 1, "more than 0, at most 1"),
-            "min_p": (0 <= self.min_p <= 1, "0 to 1"),
+        kinds = {
+            "temperature": number(0),
+            "top_k": whole(0),
+            "top_p": number(above=0, most=1),
+            "min_p": number(0, 1),
         }
-        for name, (is_right, fix) in limits.items():
-            if not is_right:
-                raise BadConfig(f"{name} is {getattr(self, name)}", where=name, fix=fix)
+        for name, kind in kinds.items():
+            kind.check(name, getattr(self, name))
 
     @property
     def kind(self) -> "Sampling":

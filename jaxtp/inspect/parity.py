@@ -1,7 +1,7 @@
 """Is it the same function? Sharded against unsharded, a little wider at each step."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,14 +12,18 @@ from jax.sharding import Mesh
 
 from jaxtp.activations.grouped_kernels import sums_kernels, sums_over_rows
 from jaxtp.errors import ParityFailed
+from jaxtp.errors.arguments import FLAG, FUNCTION, checked
 from jaxtp.mesh.axes import MeshShape
 from jaxtp.mesh.build import auto_context, auto_mesh, check_devices, make_mesh, plan_mesh
 from jaxtp.placement.arrays import shard, shard_batch, unshard
 from jaxtp.plan.decisions import Plan
 from jaxtp.plan.stored_form import Padding, masks_seen, unpad
 from jaxtp.plan.trees import PyTree, as_pytree, leaves, map_with_path
-from jaxtp.rules.dataflow import check_inputs, forward
-from jaxtp.rules.planner import make_plan
+from jaxtp.rules.dataflow import check_inputs, check_outputs, forward, tracing
+from jaxtp.rules.planner import check_options, make_plan
+
+NO_PROGRAM = "a function that JAX can trace: try jax.make_jaxpr(fn)(params, *inputs)"
+NO_GRADIENTS = "a function with a gradient; gradients=False compares its outputs alone"
 
 Layers = tuple[tuple[str, Padding], ...]
 """Path -> how its layers are stored, as a static argument."""
@@ -72,6 +76,7 @@ class Verification:
         )
 
 
+@checked(gradients=FLAG, show=FUNCTION)
 def verify(
     fn: Callable[..., Any] | None,
     params: PyTree,
@@ -105,7 +110,10 @@ def verify(
 
     Raises:
         ParityFailed: TP071, at the first mesh where an array differs by more.
+        BadTree: TP046, for a function that cannot be traced or has no gradient, or parameters that
+            are shapes alone.
         JaxtpError: whatever `make_plan` and `shard` raise.
+        BadConfig: TP020, if `gradients` is neither True nor False, or `show` cannot be called.
     """
     # Whatever mesh they lie on: on the host all meshes below, and the one device, can take them.
     check_inputs(inputs)
@@ -117,7 +125,8 @@ def verify(
     rows: list[Comparison] = []
 
     def apply(tree: PyTree, args: PyTree) -> Any:  # with objects of the trace that it runs in
-        return call(rebuild(tree), *rebuild_inputs(jax.tree.map(lambda leaf: leaf, args)))
+        args = rebuild_inputs(jax.tree.map(lambda leaf: leaf, args))
+        return jax.tree.map(jnp.asarray, call(rebuild(tree), *args))
 
     def run(layers: Layers, tree: PyTree, args: PyTree) -> tuple[Any, Any, Any]:
         def projected(tree: PyTree) -> tuple[jax.Array, Any]:
@@ -135,17 +144,18 @@ def verify(
 
     jitted = jax.jit(run, static_argnums=0)
     with auto_context(), jax.default_matmul_precision("highest"):
-        with masks_seen() as masked:
+        with masks_seen() as masked, tracing(inputs):
             shapes = jax.eval_shape(apply, plain, given)
+        check_outputs(shapes)
         if options.get("pad_vocab") and masked:
             options["pad_vocab"] = "masked"
-        narrow = {k: v for k, v in options.items() if k != "stages"}  # such meshes have none
+        plans = _plans(params, mesh, options)
+        with tracing(inputs, NO_GRADIENTS if gradients else NO_PROGRAM):
+            program = jax.make_jaxpr(run, static_argnums=0)((), plain, given)
+        allowed = _coarsest(program.jaxpr) ** 0.5
         want = jax.device_get(jitted((), plain, given))[::2]
         _check_finite(want)
-        program = jax.make_jaxpr(run, static_argnums=0)((), plain, given)
-        allowed = _coarsest(program.jaxpr) ** 0.5
-        for wide in _meshes(mesh, names):
-            plan = make_plan(params, wide, **(options if wide is mesh else narrow))
+        for wide, plan in plans:
             placed = as_pytree(shard(rebuild(plain), wide, plan=plan))[0]
             sharded = _over_rows(run, wide, plan) if sums_kernels(program) else jitted
             batch = shard_batch(given, wide, axis_names=names)
@@ -153,8 +163,7 @@ def verify(
             _check_masked(bool(leaking), plan)
             grads = unshard(grads, plan) if gradients else grads
             rows.append(_compare(want, (unshard(out), grads), plan, allowed))
-    result = Verification(tuple(rows))
-    show(str(result))
+    show(str(result := Verification(tuple(rows))))
     return result
 
 
@@ -232,6 +241,16 @@ def _meshes(mesh: Mesh, axis_names: Any) -> Iterator[Mesh]:
         ways *= 2
     if shape.num_devices != shape.tp_size or ways // 2 != shape.tp_size:
         yield mesh
+
+
+def _plans(params: PyTree, mesh: Mesh, options: Mapping[str, Any]) -> list[tuple[Mesh, Plan]]:
+    """The plan of every mesh, so that all that can be refused is before anything compiles."""
+    check_options(options)
+    narrow = {k: v for k, v in options.items() if k != "stages"}  # smaller meshes have none
+    return [
+        (small, make_plan(params, small, **(options if small is mesh else narrow)))
+        for small in _meshes(mesh, options.get("axis_names"))
+    ]
 
 
 def _renamed(mesh: Mesh, shape: MeshShape) -> Mesh:

@@ -13,10 +13,21 @@ import jax
 
 from jaxtp.config.named_files import write_text
 from jaxtp.errors import BadUsage
+from jaxtp.errors.arguments import Kind, checked
 from jaxtp.io.json_text import unique_keys
 from jaxtp.plan.trees import PyTree, flatten
 
 
+def _is_json(config: Any) -> bool:
+    if not isinstance(config, Mapping):
+        return False
+    try:
+        return json.loads(json.dumps(dict(config))) is not None
+    except (TypeError, ValueError, RecursionError):
+        return False
+
+
+@checked(config=Kind(_is_json, 'a dict of sizes: {"num_attention_heads": 32}', BadUsage).or_none())
 def dump_tree(
     params: PyTree, path: str | os.PathLike[str], config: Mapping[str, Any] | None = None
 ) -> None:

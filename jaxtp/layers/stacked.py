@@ -21,7 +21,8 @@ from jax.sharding import PartitionSpec
 
 from jaxtp.activations.ahead.weights import decisions_of
 from jaxtp.activations.by_name import ActivePlan, active_plan, constrain, in_force
-from jaxtp.errors import BadStages, NotInterleaved, SizeMismatch, join, warn
+from jaxtp.errors import BadStages, BadTree, NotInterleaved, SizeMismatch, join, warn
+from jaxtp.errors.arguments import FUNCTION, MAPPING, TEXT, Kind, checked
 from jaxtp.layers.gathering import (
     Once,
     layer_structs,
@@ -37,6 +38,7 @@ from jaxtp.layers.recomputation import LAYER_INPUT, Policy, remat_of
 from jaxtp.layers.ticks import Orders, orders_of
 from jaxtp.mesh.axes import Axis, Shards
 from jaxtp.plan.stages import Stages
+from jaxtp.plan.tree_kinds import STACKED
 from jaxtp.plan.trees import PyTree, map_with_path
 
 Rows = Mapping[str, Any]
@@ -49,6 +51,14 @@ Counting = Callable[[jax.Array, PyTree, Context], tuple[jax.Array, PyTree]]
 """The same with what the layer counts beside it, `(batch,)` arrays."""
 
 
+@checked(
+    body=FUNCTION.raising(BadTree),
+    x_BTD=Kind(lambda x: getattr(x, "ndim", 0) >= 2, "an array (batch, tokens, width)", BadTree),
+    params=STACKED,
+    context=MAPPING.or_none(),
+    remat=TEXT,
+    rows=MAPPING.or_none(),
+)
 def scan_layers(
     body: Layer,
     x_BTD: jax.Array,
@@ -74,6 +84,7 @@ def scan_layers(
         BadConfig: TP020, if `remat` names no policy.
         SizeMismatch: TP003, if the batch does not divide into replicas x micro-batches.
         BadStages: TP074, if the parameters are not stored for the stages.
+        BadTree: TP046, for a body that cannot be called, or parameters that are not stacked.
     """
     active = active_plan()
     ahead = active is not None and active.interleave and active.stages is None

@@ -14,6 +14,7 @@ from typing import Any, TypeGuard, cast
 import numpy as np
 
 from jaxtp.errors import BadMesh, NoTensorAxis, join
+from jaxtp.errors.arguments import NAMES, TEXT
 
 
 class Shards(StrEnum):
@@ -104,6 +105,19 @@ class MeshShape:
     tp: tuple[str, ...] = (Axis.TP.value,)
     tp_name: str = Axis.TP.value
     others: tuple[tuple[Axis, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        if not (
+            _are_pairs(self.sizes, str)
+            and all(is_count(size) and size > 0 for _, size in self.sizes)
+            and NAMES.accepts(self.tp)
+            and TEXT.accepts(self.tp_name)
+            and _are_pairs(self.others, Axis)
+        ):
+            raise BadMesh(
+                f"no mesh has sizes {self.sizes!r:.60}, tp {self.tp!r:.60}",
+                fix='MeshShape.of({"dp": 2, "tp": 4}), or MeshShape((("dp", 2), ("tp", 4)))',
+            )
 
     @classmethod
     def of(cls, mesh: Any, axis_names: Mapping[str, str] | None = None) -> "MeshShape":
@@ -240,14 +254,23 @@ class MeshShape:
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> "MeshShape":
-        """What `to_data` wrote; a row that is not in `data` is an axis that mesh does not have."""
-        rows = [(axis, str(data.get(axis.value, ""))) for axis in Axis if axis is not Axis.TP]
-        return cls(
-            sizes=tuple((str(name), int(size)) for name, size in data["sizes"]),
-            tp=tuple(data["tp"]),
-            tp_name=data["tp_name"],
-            others=tuple((axis, name) for axis, name in rows if name),
-        )
+        """What `to_data` wrote; a row that is not in `data` is an axis that mesh does not have.
+
+        Raises:
+            BadMesh: TP010, for anything else.
+        """
+        try:
+            rows = [(axis, str(data.get(axis.value, ""))) for axis in Axis if axis is not Axis.TP]
+            return cls(
+                sizes=tuple((str(name), int(size)) for name, size in data["sizes"]),
+                tp=tuple(data["tp"]),
+                tp_name=data["tp_name"],
+                others=tuple((axis, name) for axis, name in rows if name),
+            )
+        except (AttributeError, KeyError, TypeError, ValueError) as err:
+            raise BadMesh(
+                f"not the data of a mesh: {err!r:.80}", fix="what MeshShape.to_data returned"
+            ) from None
 
     def ways(self, axes: Iterable[str]) -> int:
         """Into how many shards these axes together divide a dim."""
@@ -301,6 +324,12 @@ class MeshShape:
             itertools.chain.from_iterable(parts if s[0] == self.tp[0] else (s,) for s in self.sizes)
         )
         return dataclasses.replace(self, sizes=sizes, tp=tuple(name for name, _ in parts))
+
+
+def _are_pairs(value: Any, first: type) -> bool:
+    return isinstance(value, tuple) and all(
+        isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], first) for pair in value
+    )
 
 
 def _sizes(mesh: Any) -> dict[str, int]:

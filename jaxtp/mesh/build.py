@@ -11,9 +11,19 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxtp.errors import BadMesh, IdleDevices, JaxtpError, join, warn
+from jaxtp.errors.arguments import Kind, checked, instance
 from jaxtp.mesh.axes import Axis, MeshShape, is_count
 
 
+@checked(
+    devices=Kind(
+        lambda value: (
+            isinstance(value, list | tuple) or (isinstance(value, np.ndarray) and value.ndim == 1)
+        ),
+        "a list: devices=jax.devices()[:8]",
+        BadMesh,
+    ).or_none()
+)
 def make_mesh(*, tp: int, devices: Sequence[Any] | None = None, **others: int) -> Mesh:
     """A mesh over all devices, `tp` innermost so that it stays inside the NVLink domain.
 
@@ -35,10 +45,6 @@ def make_mesh(*, tp: int, devices: Sequence[Any] | None = None, **others: int) -
         IdleDevices: TP011, if devices would be left over; pass `devices=` to mean it.
     """
     sizes = _asked({Axis.TP.value: tp, **others})
-    if devices is not None and not hasattr(devices, "__len__"):
-        raise BadMesh(
-            f"devices is a {type(devices).__name__}", fix="a list: devices=jax.devices()[:8]"
-        )
     strange = [d for d in (() if devices is None else devices) if not hasattr(d, "device_kind")]
     if strange:
         raise BadMesh(
@@ -93,6 +99,7 @@ def _asked(given: Mapping[str, Any]) -> dict[str, int]:
     return {axis.value: int(given.get(axis.value, 1)) for axis in Axis}
 
 
+@checked(shape=instance(MeshShape, takes="plan_mesh(mesh, plan.mesh)", error=BadMesh))
 def plan_mesh(mesh: Any, shape: MeshShape) -> Mesh:
     """The concrete mesh of a plan: the user's devices and order, Auto axes, factored tensor axis.
 
@@ -187,6 +194,24 @@ def refuse_explicit_context() -> None:
             "on Auto ones, which JAX does not compute with under it",
             where="jax.set_mesh",
             fix=_auto_line(ambient),
+        )
+
+
+def refuse_manual_context(shape: MeshShape) -> None:
+    """Refuses to place arrays inside a `jax.shard_map` over axes of their mesh.
+
+    Raises:
+        BadMesh: TP010, with the axes.
+    """
+    ambient = jax.sharding.get_abstract_mesh()
+    types = zip(ambient.axis_names, ambient.axis_types, strict=True)
+    manual = {name for name, kind in types if kind is AxisType.Manual}
+    if taken := [name for name, _ in shape.whole if name in manual]:
+        raise BadMesh(
+            f"inside a shard_map over {join(taken)} every device has its own shard already, which "
+            "no plan can place",
+            where="jax.shard_map",
+            fix="call it outside of the shard_map, with global arrays",
         )
 
 

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from jaxtp.errors import (
     BadConfig,
     BadStep,
+    BadTree,
     JaxtpError,
     NothingSharded,
     Problems,
@@ -28,11 +29,13 @@ from jaxtp.errors import (
     join,
     warn,
 )
+from jaxtp.errors.arguments import FLAG, checked
 from jaxtp.mesh.axes import MeshShape
 from jaxtp.mesh.build import (
     abstract_mesh,
     auto_context,
     auto_mesh,
+    check_devices,
     plan_mesh,
     warn_of_explicit_axes,
 )
@@ -42,8 +45,8 @@ from jaxtp.placement.train_state import Overrides, Slot, check, slots
 from jaxtp.plan.decisions import Plan, check_plan
 from jaxtp.plan.specs import partition_spec
 from jaxtp.plan.stored_form import Padding, pad, read, unpad
-from jaxtp.plan.trees import FlatTree, Param, PyTree, is_key_type
-from jaxtp.rules.planner import make_plan
+from jaxtp.plan.trees import FlatTree, Param, PyTree, is_key_type, refuse_shapes
+from jaxtp.rules.planner import check_options, make_plan
 from jaxtp.rules.review import WHAT_TO_GIVE
 
 
@@ -108,6 +111,7 @@ def plan_for(tree: PyTree, mesh: Any, plan: Plan | None, options: Mapping[str, A
                 fix="give these options to make_plan, or leave the plan out",
             )
         return plan
+    check_options(options)
     made = make_plan(tree, mesh, **options)
     codes = (NothingSharded.code, ReplicatedTooMuch.code)
     if wasteful := [note for note in made.notes if note.startswith(codes)]:
@@ -147,6 +151,7 @@ def put(leaf: Any, sharding: NamedSharding, slot: Slot | None = None) -> Any:
     )
 
 
+@checked(local=FLAG)
 def shard_batch(
     batch: PyTree,
     mesh: Any,
@@ -172,10 +177,20 @@ def shard_batch(
     Raises:
         SizeMismatch: TP003, if a batch size does not divide over the batch axes.
         NoTensorAxis: TP013, if the mesh has no tensor axis under its own or the given name.
+        BadTree: TP046, for a batch without arrays.
+        BadConfig: TP020, if `local` is neither True nor False.
     """
     shape = MeshShape.of(mesh, axis_names)
     concrete = auto_mesh(mesh) if isinstance(mesh, Mesh) else abstract_mesh(shape)
     flat = FlatTree.of(batch)
+    if not flat.values:
+        raise BadTree(
+            f"a {type(batch).__name__} without arrays", where="batch", fix="arrays (batch, ...)"
+        )
+    if not isinstance(mesh, Mesh) and not all(
+        isinstance(leaf, jax.ShapeDtypeStruct) for leaf in flat.values.values()
+    ):
+        check_devices(mesh)
     if local:
         return _from_local(flat, auto_mesh(mesh), shape)
     return place(flat, batch_slots(flat.shapes(), shape), concrete)
@@ -253,13 +268,17 @@ def unshard(tree: PyTree, plan: Plan | None = None) -> PyTree:
 
     Raises:
         PlanMismatch: TP045, if `tree` and `plan` are about different parameters.
+        BadTree: TP046, for leaves that are no arrays, or shapes alone.
         BadStep: TP133, if an array was donated to a step.
     """
     if plan is not None:
         check_plan(plan)
     flat = FlatTree.of(tree)
     refuse_donated(flat.values)
-    found = {} if plan is None else slots(flat.shapes(), plan)
+    shapes = flat.shapes()  # refuses what is no array
+    for path, leaf in flat.values.items():
+        refuse_shapes(leaf, path)
+    found = {} if plan is None else slots(shapes, plan)
 
     def fetch(path: str, leaf: Any) -> Any:
         if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):

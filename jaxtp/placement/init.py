@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtp.errors import BadStep, BadTree
+from jaxtp.errors.arguments import FUNCTION, Kind, checked
 from jaxtp.mesh.axes import MeshShape
 from jaxtp.mesh.build import (
     auto_context,
@@ -28,7 +29,7 @@ from jaxtp.placement.arrays import place, plan_for
 from jaxtp.placement.boxes import refuse_names
 from jaxtp.placement.replicas import check_agreement
 from jaxtp.placement.train_state import Overrides, Slot, array_slots, follow, plan_slots, slots
-from jaxtp.plan.decisions import Plan
+from jaxtp.plan.decisions import A_PLAN, Plan
 from jaxtp.plan.specs import partition_spec
 from jaxtp.plan.stored_form import pad
 from jaxtp.plan.trees import FlatTree, PyTree, as_pytree, leaves
@@ -37,6 +38,14 @@ if TYPE_CHECKING:
     from optax import GradientTransformation
 
 
+OPTIMIZER = Kind(
+    lambda value: hasattr(value, "init") and hasattr(value, "update"),
+    "an optimizer, such as optax.adamw(1e-3)",
+    BadTree,
+)
+
+
+@checked(apply_fn=FUNCTION.or_none())
 def init_sharded(
     init_fn: Callable[[], PyTree],
     tx: "GradientTransformation | None",
@@ -72,6 +81,7 @@ def init_sharded(
         BadSpec: TP044, if the model is annotated with axes that the ambient mesh lacks.
         ProcessesDisagree: TP014, if processes would make other parameters, of another seed.
         JaxtpError: whatever `jaxtp.shard` raises.
+        BadConfig: TP020, if `apply_fn` cannot be called.
     """
     _check_arguments(init_fn, tx, mesh)
     with auto_context(mesh), annotations_kept():
@@ -116,11 +126,8 @@ def _check_arguments(init_fn: Any, tx: Any, mesh: Any) -> None:
                 f"init_fn takes {signature}: {err}",
                 fix="a function without arguments: lambda: model.init(key, x)",
             ) from None
-    if tx is not None and not (hasattr(tx, "init") and hasattr(tx, "update")):
-        raise BadTree(
-            f"tx is a {type(tx).__name__}, which is no optimizer",
-            fix="init_sharded(init_fn, tx, mesh), with tx such as optax.adamw(1e-3), or None",
-        )
+    if tx is not None:
+        OPTIMIZER.check("tx", tx)
     check_devices(mesh)
     warn_of_explicit_axes(mesh)
 
@@ -152,6 +159,7 @@ def annotations_kept() -> Generator[None]:
         yield
 
 
+@checked(tx=OPTIMIZER, plan=A_PLAN.or_none())
 def init_optimizer(
     tx: "GradientTransformation",
     params: PyTree,
@@ -173,6 +181,8 @@ def init_optimizer(
     Raises:
         StateNotPlaced: TP070, if a parameter is not on a mesh, or as in `jaxtp.state_specs`.
         BadMesh: TP010, if the parameters lie on several meshes.
+        BadTree: TP046, if `tx` is no optimizer.
+        PlanMismatch: TP045, if `plan` is no plan.
     """
     given = FlatTree.of(params)
     found, mesh = array_slots(given.values)

@@ -222,7 +222,7 @@ def follow(
     """
     params = _without_root(params)
     moments = params if moments is None else _without_root(moments)
-    rules = _compiled(overrides or {})
+    rules = _compiled({} if overrides is None else overrides)
     unused = set(rules)
     problems = Problems()
     found: dict[str, Slot] = {}

@@ -16,6 +16,7 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from jaxtp.errors import PlanMismatch
+from jaxtp.errors.arguments import TEXT, instance
 from jaxtp.mesh.axes import MeshShape
 from jaxtp.plan.inputs import STATE, InputDecision, input_decision
 from jaxtp.plan.specs import Spec, partition_spec, spec_text
@@ -138,10 +139,10 @@ class Plan:
         Raises:
             PlanMismatch: TP045, if the plan has no such path.
         """
-        if path.__hash__ is None or path not in self.params:
+        if not TEXT.accepts(path) or path not in self.params:
             raise PlanMismatch(
                 f"the plan has no parameter {path!r}",
-                where=path,
+                where=str(path),
                 fix=f"paths look like {self.decisions[0].path!r}",
             )
         return self.params[path]
@@ -185,7 +186,7 @@ class Plan:
             PlanMismatch: TP045, if the plan has no such path.
         """
         for known in self.inputs:
-            if known.path == path and path not in self.params:
+            if TEXT.accepts(path) and known.path == path and path not in self.params:
                 return known.explain(self.mesh)
         d = self[path]
         lines = [
@@ -232,6 +233,7 @@ class Plan:
         Raises:
             PlanMismatch: TP045, if `other` lacks a parameter, or has another number of devices.
         """
+        check_plan(other)
         if other.mesh.num_devices != self.mesh.num_devices:
             raise PlanMismatch(
                 f"{self.mesh} and {other.mesh} have not the same number of devices",
@@ -406,9 +408,10 @@ def check_plan(plan: Any) -> None:
     Raises:
         PlanMismatch: TP045, for anything but a `Plan`.
     """
-    if not isinstance(plan, Plan):
-        raise PlanMismatch(
-            f"plan is a {type(plan).__name__}",
-            where="plan",
-            fix="a plan from jaxtp.make_plan, or Plan.from_json(text)",
-        )
+    A_PLAN.check("plan", plan)
+
+
+A_PLAN = instance(
+    Plan, takes="a plan from jaxtp.make_plan, or Plan.from_json(text)", error=PlanMismatch
+)
+"""What functions take as their plan."""

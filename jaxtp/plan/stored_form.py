@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxtp.errors import BadTree, SizeMismatch
+from jaxtp.errors.arguments import Kind, checked, whole
 
 ArrayType = TypeVar("ArrayType", jax.Array, NDArray[Any])
 
@@ -147,6 +148,18 @@ def masks_seen() -> Generator[set[int]]:
         _watching.reset(token)
 
 
+@checked(
+    logits=Kind(
+        lambda value: (
+            getattr(value, "ndim", 0) > 0
+            and not isinstance(value, jax.ShapeDtypeStruct)
+            and jnp.issubdtype(value.dtype, jnp.number)
+        ),
+        "the logits: mask_padding(logits, vocab_size)",
+        BadTree,
+    ),
+    vocab_size=Kind(whole(1).accepts, "how many tokens there are, e.g. 50257", SizeMismatch),
+)
 def mask_padding(logits: jax.Array, vocab_size: int) -> jax.Array:
     """Logits whose padded entries can neither be sampled nor change a softmax.
 
@@ -166,14 +179,6 @@ def mask_padding(logits: jax.Array, vocab_size: int) -> jax.Array:
         SizeMismatch: TP003, if there are fewer than `vocab_size` logits, or it is no count.
         BadTree: TP046, if the logits are no array.
     """
-    if not getattr(logits, "shape", ()):
-        raise BadTree(
-            f"logits are a {type(logits).__name__}", fix="mask_padding(logits, vocab_size)"
-        )
-    if isinstance(vocab_size, bool) or not hasattr(vocab_size, "__index__") or vocab_size < 1:
-        raise SizeMismatch(
-            f"vocab_size is {vocab_size!r}", fix="how many tokens there are, e.g. 50257"
-        )
     for seen in _watching.get():
         seen.add(vocab_size)
     stored = logits.shape[-1]

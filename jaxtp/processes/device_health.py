@@ -15,6 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
 from jaxtp.errors import UnhealthyDevice, join
+from jaxtp.errors.arguments import FUNCTION, checked, number, whole
 from jaxtp.processes.faults import watchdog
 from jaxtp.processes.startup import gather
 
@@ -117,6 +118,12 @@ class Health:
         return "\n".join((head, *bad))
 
 
+@checked(
+    size=whole(1, 2**17).or_none(),
+    slow_ratio=number(above=0).or_none(),
+    timeout=number(above=0),
+    tamper=FUNCTION.or_none(),
+)
 def probe(
     *,
     size: int | None = None,

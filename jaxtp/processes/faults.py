@@ -9,19 +9,19 @@ one is alive but stuck, the others wait for ever.
 import atexit
 import contextlib
 import functools
-import math
 import os
 import sys
 import threading
 import time
 import types
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import jax
 from jax.sharding import Mesh
 
-from jaxtp.errors import BadConfig, CommunicationTimeout, JaxtpError, join
+from jaxtp.errors import BadMesh, CommunicationTimeout, JaxtpError, join
+from jaxtp.errors.arguments import TEXT, checked, instance, number, whole
 from jaxtp.processes.lost_peer import sign_of_lost_peer
 from jaxtp.processes.roster import Peer, Roster
 from jaxtp.processes.waiting import wait_until_stuck
@@ -116,16 +116,18 @@ class watchdog:
         BadConfig: TP020, for seconds that are no time.
         CommunicationTimeout: TP002, in place of an error of any type that says that a collective,
             a barrier or a connection between processes failed.
+        BadMesh: TP010, if `mesh` is no jax Mesh.
     """
 
+    @checked(
+        seconds=number(0),
+        mesh=instance(Mesh, takes="a jax Mesh", error=BadMesh).or_none(),
+        first_step=whole(0),
+        place=TEXT,
+    )
     def __init__(
         self, seconds: float, mesh: Mesh | None = None, *, first_step: int = 1, place: str = ""
     ) -> None:
-        # What callers pass is not what the annotation says.
-        if not isinstance(cast("object", seconds), int | float) or not 0 <= seconds < math.inf:
-            raise BadConfig(
-                f"seconds is {seconds!r}", fix="how long a step may take; 0 for no limit"
-            )
         self._seconds, self._mesh = seconds, mesh
         self._limit = seconds if place else COMPILE_FACTOR * seconds
         self._place = place or f"step {first_step}"

@@ -19,13 +19,13 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxtp.errors import (
-    BadConfig,
     BadProcesses,
     CommunicationTimeout,
     ProcessesDisagree,
     join,
     warn,
 )
+from jaxtp.errors.arguments import MAPPING, checked, number
 from jaxtp.processes import faults
 from jaxtp.processes.launch import Launch, read_launch, split_address
 from jaxtp.processes.roster import Roster
@@ -319,6 +319,7 @@ ARRAY = "values of "
 """How the name of a fact begins that is the digest of an array."""
 
 
+@checked(facts=MAPPING, timeout=number(above=0))
 def agree(facts: Mapping[str, object], *, timeout: float = 60.0) -> None:
     """Checks that all processes give the same facts, and have the same versions and flags.
 
@@ -332,9 +333,8 @@ def agree(facts: Mapping[str, object], *, timeout: float = 60.0) -> None:
     Raises:
         ProcessesDisagree: TP014, on every process, with each difference and who has which value.
         CommunicationTimeout: TP002, naming the processes that did not call it in time.
+        BadConfig: TP020, if the facts are no dict, or the timeout is no number above 0.
     """
-    if not hasattr(facts, "items"):
-        raise BadConfig(f"facts are a {type(facts).__name__}", fix='agree({"seed": 0, ...})')
     mine = {**process_facts(), **{str(name): str(value) for name, value in facts.items()}}
     text = json.dumps(mine, sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()

@@ -5,7 +5,7 @@ import dataclasses
 import inspect
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -59,30 +59,52 @@ def trace(fn: Any, params: PyTree, inputs: Sequence[Any] | None) -> Traced:
     call = forward(fn, params, inputs)
     if inputs is None:
         _check_needs_no_inputs(fn)
-    with masks_seen() as masked:
-        try:
-            analysis = analyse(call, params, *(inputs or ()))
-        except JaxtpError:
-            raise
-        except Exception as err:
-            given = join(_shape_of(x) for x in jax.tree.leaves(inputs)) or "no inputs"
-            first = f"{err}".strip().partition("\n")[0]
-            raise BadTree(
-                f"raises {type(err).__name__} when it is traced with {given}: {first}",
-                where="fn",
-                fix="it takes the parameters and these inputs, and no values, only shapes: try "
-                "jax.eval_shape(fn, params, *inputs)",
-            ) from err
-    if not analysis.outputs:
-        raise BadTree(
-            "returns no array", where="fn", fix="return what the model computes, such as logits"
-        )
+    with masks_seen() as masked, tracing(inputs):
+        analysis = analyse(call, params, *(inputs or ()))
+    check_outputs(analysis.outputs)
     reads = {size: unmasked_reads(analysis, size) for size in masked}
     return Traced(tuple(finding_votes(analysis)), frozenset(masked), reads, analysis)
 
 
+@contextlib.contextmanager
+def tracing(
+    inputs: Any,
+    fix: str = "it takes the parameters and these inputs, and no values, only shapes: try "
+    "jax.eval_shape(fn, params, *inputs)",
+) -> Generator[None]:
+    """Inside the block a function is traced; what it raises then is said by its inputs.
+
+    Raises:
+        BadTree: TP046, for any error that has no code of its own.
+    """
+    try:
+        yield
+    except JaxtpError:
+        raise
+    except Exception as err:
+        given = join(_shape_of(x) for x in jax.tree.leaves(inputs)) or "no inputs"
+        first = f"{err}".strip().partition("\n")[0]
+        raise BadTree(
+            f"raises {type(err).__name__} when it is traced with {given}: {first}",
+            where="fn",
+            fix=fix,
+        ) from err
+
+
 def _shape_of(x: Any) -> str:
     return f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else repr(x)
+
+
+def check_outputs(outputs: Any) -> None:
+    """Refuses a function that returns nothing.
+
+    Raises:
+        BadTree: TP046.
+    """
+    if not jax.tree.leaves(outputs):
+        raise BadTree(
+            "returns no array", where="fn", fix="return what the model computes, such as logits"
+        )
 
 
 def check_inputs(inputs: Any) -> None:

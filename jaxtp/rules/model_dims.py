@@ -111,10 +111,10 @@ def _read(config: Any, names: tuple[str, ...]) -> int:
         value = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
         if is_count(value):
             return int(value)
-        if isinstance(value, str | float):
+        if value is not None:
             raise BadConfig(
-                f"is {value!r}, a {type(value).__name__}",
+                f"is {value!r:.60}, a {type(value).__name__}",
                 where=f"config.{name}",
-                fix="an integer",
+                fix="an integer; leave it out where it differs between layers",
             )
     return 0

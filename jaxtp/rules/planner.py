@@ -4,9 +4,13 @@ Each step is one call into one module.
 """
 
 import dataclasses
+import difflib
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from jaxtp.errors import BadConfig, join
+from jaxtp.errors.arguments import FLAG, MAPPING, TEXT, checked, number, one_of
 from jaxtp.mesh.axes import MeshShape
 from jaxtp.mesh.build import faults_of
 from jaxtp.plan import trees
@@ -29,6 +33,13 @@ from jaxtp.rules import inputs as placed_inputs
 from jaxtp.rules.model_dims import ModelDims
 
 
+@checked(
+    overrides=MAPPING.or_none(),
+    policy=TEXT,
+    pad_vocab=one_of(False, True, "masked"),
+    strict=FLAG,
+    replicated_budget=number(0, 1),
+)
 def make_plan(
     params: trees.PyTree,
     mesh: Any,
@@ -122,3 +133,21 @@ def make_plan(
         return plan
     placed = placed_inputs.input_decisions(traced.analysis, plan, fn, inputs or ())
     return dataclasses.replace(plan, inputs=placed)
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Refuses what is no option of `make_plan`, for functions that hand theirs on.
+
+    Raises:
+        BadConfig: TP020, with the option that was perhaps meant.
+    """
+    parameters = inspect.signature(make_plan).parameters.values()
+    known = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    for name in options:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            raise BadConfig(
+                f"{name} is no option of make_plan",
+                where=name,
+                fix=f"did you mean {near[0]}?" if near else f"one of {join(known, 20)}",
+            )

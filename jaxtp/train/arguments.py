@@ -1,4 +1,4 @@
-"""What a step takes beside the state: which arguments are static, and how the others travel.
+"""What a step takes beside its own state: which arguments are static, and how the others travel.
 
 A step function is called like any other: with one batch or several, keys, `nnx.Rngs`, flags,
 schedules. Arrays and numbers are traced; what steers Python (flags, strings, functions, whatever is
@@ -14,11 +14,36 @@ from typing import Any
 
 import jax
 
-from jaxtp.errors import BadStep, join
-from jaxtp.plan.trees import PyTree, as_pytree, has_objects
+from jaxtp.errors import BadStep, PlanMismatch, join
+from jaxtp.errors.arguments import is_whole
+from jaxtp.plan.trees import PyTree, as_pytree, has_objects, refuse_shapes, shape_dtype
 
 FLAGS = (bool, str, bytes, enum.Enum)
 """Arguments of these types are static by themselves, and so are functions, such as schedules."""
+
+
+def check_state(values: Sequence[Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuses a state that is not the one that a step was made for.
+
+    Args:
+        values: Its leaves.
+        shapes: Path -> shape of each leaf in the step's own state, in their order.
+
+    Raises:
+        PlanMismatch: TP045, if it has more or fewer leaves, or one of another shape.
+        BadTree: TP046, if a leaf is no array, or a shape alone.
+    """
+    fix = "make the step from this state"
+    if len(values) != len(shapes):
+        raise PlanMismatch(
+            f"the state has {len(values)} arrays, the step was made for {len(shapes)}", fix=fix
+        )
+    for (path, known), leaf in zip(shapes.items(), values, strict=True):
+        refuse_shapes(leaf, path)
+        if (shape := shape_dtype(leaf, path)[0]) != known:
+            raise PlanMismatch(
+                f"shape {shape} in the state, {known} in the step's", where=path, fix=fix
+            )
 
 
 class Static:
@@ -112,7 +137,7 @@ class Signature:
             self._signature = inspect.signature(lambda state, *args, **named: None)
         by_name = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
         self._names = [p.name for p in self._signature.parameters.values() if p.kind not in by_name]
-        if not all(isinstance(n, int) for n in _several(static_argnums)) or not all(
+        if not all(is_whole(n) and n >= 0 for n in _several(static_argnums)) or not all(
             isinstance(n, str) for n in _several(static_argnames)
         ):
             raise BadStep(

@@ -12,6 +12,7 @@ from jaxtp.cost.ranking import Candidate, Ranking, rank
 from jaxtp.cost.step import price
 from jaxtp.cost.strategy import AXES, ModelSizes, Strategy
 from jaxtp.errors import BadUsage, SizeMismatch
+from jaxtp.errors.arguments import FUNCTION, TEXT, Kind, checked, number
 from jaxtp.hardware.gpus import Target
 from jaxtp.io.model_functions import is_model_function, own_model
 from jaxtp.mesh.axes import Axis, is_count
@@ -39,13 +40,13 @@ def check_sizes(batch: int, seq: int) -> None:
     Raises:
         BadUsage: TP132, for what is no whole number, 0 or more.
     """
-    if not is_count(batch) or batch < 0:
+    if not is_count(batch) or not 0 <= batch < 2**31:
         raise BadUsage(
             f"batch is {batch!r}",
             where="batch",
             fix="sequences of the global batch, 1 or more; 0 for the file's",
         )
-    if not is_count(seq) or seq < 0:
+    if not is_count(seq) or not 0 <= seq < 2**31:
         raise BadUsage(
             f"seq is {seq!r}",
             where="seq",
@@ -91,6 +92,16 @@ def run_of(run: Config | str, *, target: str = "", batch: int = 0, seq: int = 0)
     return dataclasses.replace(config, seq_len=longest)
 
 
+@checked(
+    run=Kind(
+        lambda value: isinstance(value, Config | str) or callable(value),
+        "settings, a preset's name, or a function that returns (fn, params, inputs)",
+        BadUsage,
+    ),
+    target=TEXT.raising(BadUsage),
+    time_limit=number(above=0).raising(BadUsage),
+    on_progress=FUNCTION.raising(BadUsage),
+)
 def search(
     run: Config | str | Callable[[], Any],
     *,
@@ -133,14 +144,9 @@ def search(
         SizeMismatch: TP003, for more tokens than the model has positions.
     """
     asked = Asked(limit, compile_best, network, time_limit, on_progress)
-    if not isinstance(run, Config | str) and not callable(run):
-        raise BadUsage(
-            f"a {type(run).__name__} is no run",
-            where="run",
-            fix="settings, a preset's name, or a function that returns (fn, params, inputs)",
-        )
     fixed = checked_fixed(fixed)
     check_sizes(batch, seq)
+    batch, seq = int(batch), int(seq)
     if callable(run) or (isinstance(run, str) and is_model_function(run)):
         if seq:
             raise BadUsage(

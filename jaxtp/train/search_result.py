@@ -12,9 +12,9 @@ from jaxtp.config.settings import Config
 from jaxtp.cost.candidates import POLICIES, SETTINGS
 from jaxtp.cost.ranking import EQUAL_WITHIN, EXPECTED_ERROR, USABLE_MEMORY, Candidate, Ranking
 from jaxtp.errors import BadUsage, DoesNotFit, JaxtpError
+from jaxtp.errors.arguments import Kind, number, whole
 from jaxtp.hardware.gpus import Target
 from jaxtp.hardware.links import GIB
-from jaxtp.mesh.axes import is_count
 from jaxtp.plan.table import WIDTH
 from jaxtp.train.mesh_advice import Pricing, advice, mesh_text
 
@@ -50,14 +50,13 @@ class Asked:
     on_progress: Callable[[str, float], None]
 
     def __post_init__(self) -> None:
-        for name, least in (("limit", 1), ("compile_best", 0)):
-            if not is_count(value := getattr(self, name)) or value < least:
-                raise BadUsage(f"{name} is {value!r}", where=name, fix=f"meshes, {least} or more")
-        number: Any = self.network
-        if not isinstance(number, int | float) or not 0 <= number < math.inf:
-            raise BadUsage(
-                f"network is {number!r}", where="network", fix="bytes/s; 0 for the data sheet's"
-            )
+        kinds = {
+            "limit": whole(1),
+            "compile_best": whole(0),
+            "network": Kind(number(0).accepts, "bytes/s; 0 for the data sheet's"),
+        }
+        for name, kind in kinds.items():
+            kind.raising(BadUsage).check(name, getattr(self, name))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxtp.activations.by_name import use_plan
 from jaxtp.activations.grouped_kernels import sums_kernels, sums_over_rows
+from jaxtp.compile.options import OPTIONS
 from jaxtp.errors import (
     BadMesh,
     BadStages,
@@ -23,22 +24,29 @@ from jaxtp.errors import (
     Problems,
     StateNotPlaced,
 )
+from jaxtp.errors.arguments import FLAG, FUNCTION, checked
 from jaxtp.layers.stacked import runs_in_stages
 from jaxtp.mesh.axes import Axis, MeshShape
 from jaxtp.mesh.build import auto_context, auto_mesh, check_devices, plan_mesh
 from jaxtp.placement.arrays import batch_slots, place, put
 from jaxtp.placement.replicas import check_agreement
 from jaxtp.placement.train_state import SMALL_BYTES
-from jaxtp.plan.decisions import Plan, check_plan
+from jaxtp.plan.decisions import A_PLAN, Plan
 from jaxtp.plan.trees import FlatTree, PyTree, itemsize, leaves, shape_dtype
 from jaxtp.rules.jaxpr.walk import bare
 from jaxtp.train import traced_step
-from jaxtp.train.arguments import Form, Signature, Static, update_objects
+from jaxtp.train.arguments import Form, Signature, Static, check_state, update_objects
 from jaxtp.train.traced_step import Structure, put_together, take_apart
 
 State = TypeVar("State")
 
 
+@checked(
+    step_fn=FUNCTION.raising(BadStep),
+    plan=A_PLAN.or_none(),
+    donate=FLAG,
+    compiler_options=OPTIONS.or_none(),
+)
 def jit_step(
     step_fn: Callable[..., Any],
     state: State,
@@ -80,15 +88,11 @@ def jit_step(
         NoTensorAxis: TP013, if the mesh has no tensor axis under its own or the given name.
         BadStep: TP133, if the step has no such static argument.
         PlanMismatch: TP045, if the state has no array of the shape of any of the plan's parameters.
+        BadConfig: TP020, if `donate` is neither True nor False.
+        BadOption: TP110, for compiler options that are no names and numbers or text.
     """
-    if not callable(step_fn):
-        raise BadStep(
-            f"a {type(step_fn).__name__} cannot be called",
-            fix="jit_step(step_fn, state, mesh), where step_fn(state, batch) returns the new state",
-        )
     check_devices(mesh)
     if plan is not None:
-        check_plan(plan)
         _check_own(plan, state)
     shape = plan.mesh if plan is not None else MeshShape.of(mesh, axis_names)
     return Step(
@@ -111,6 +115,7 @@ class Step(Generic[State]):
         mesh: The Auto mesh that the state lies on.
         shardings: Where each leaf of the state lies, in JAX's flattening order.
         state_paths: Its path, likewise; the compiled program calls the leaves `arrays[0]`, ...
+        state_shapes: Path -> global shape in elements, likewise.
     """
 
     def __init__(
@@ -130,7 +135,8 @@ class Step(Generic[State]):
         self._user_mesh = mesh
         self._plan_mesh = None if plan is None else plan_mesh(mesh, plan.mesh)
         self.mesh, self.shardings = _places(state, mesh)
-        self.state_paths = tuple(path for path, _ in leaves(state))
+        self.state_shapes = {path: np.shape(leaf) for path, leaf in leaves(state)}
+        self.state_paths = tuple(self.state_shapes)
         # What the last call returned needs no look in the next one.
         self._known: list[weakref.ref[jax.Array]] = []
         self._read: set[Static] = set()
@@ -250,11 +256,7 @@ class Step(Generic[State]):
         Donating one buffer twice is an error, and ends the process on jax 0.10. Optimizers start
         with copies of the parameters that are the parameters themselves.
         """
-        if len(arrays) != len(self.shardings):
-            raise PlanMismatch(
-                f"the state has {len(arrays)} arrays, the step was made for {len(self.shardings)}",
-                fix="make the step from this state",
-            )
+        check_state(arrays, self.state_shapes)
         if any(isinstance(x, jax.Array) and x.is_deleted() for x in arrays):
             raise BadStep(
                 "the state was given to an earlier call of a step, which took over its memory",

@@ -11,6 +11,8 @@ from typing import Any
 
 from jaxtp.compile.report import Report
 from jaxtp.config.named_files import write_text
+from jaxtp.errors import BadConfig, join
+from jaxtp.errors.arguments import checked, instance
 from jaxtp.inspect.pages.html import Node, Section, page
 from jaxtp.inspect.pages.report_page import report_sections
 from jaxtp.mesh.axes import MeshShape
@@ -23,6 +25,7 @@ MOST_PIECES = 64
 """A block is drawn with at most this many pieces; more would be thinner than a pixel."""
 
 
+@checked(report=instance(Report, takes="a report from jaxtp.preflight").or_none())
 def see_tp_plan(
     model_or_params: Any,
     path: str | os.PathLike[str] = "tp_plan.html",
@@ -43,8 +46,15 @@ def see_tp_plan(
     Raises:
         BadUsage: TP132, if the file cannot be written.
         JaxtpError: whatever `make_plan` raises.
+        BadConfig: TP020, for options beside a plan, or a report that is none.
     """
     given = isinstance(model_or_params, Plan)
+    if given and (mesh is not None or options):
+        raise BadConfig(
+            f"a plan is given, so {join(['mesh'] * (mesh is not None) + [*options])} would have no "
+            "effect",
+            fix="give them to make_plan, or the parameters in the plan's place",
+        )
     plan = model_or_params if given else make_plan(model_or_params, mesh, **options)
     compiled = () if report is None else report_sections(report)
     text = page(f"tensor-parallel plan, {plan.mesh}", (*plan_sections(plan), *compiled))
