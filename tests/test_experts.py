@@ -240,7 +240,7 @@ def compiled(sizes, config=HOSTED):
         matmul_flops(module, computation, instruction) * module.counts[computation.name]
         for computation in module.computations.values()
         for instruction in computation
-        if "eci,eio->eco" in instruction.op_name
+        if "cei,eio->ceo" in instruction.op_name
     )
     return find(module, sizes), flops
 

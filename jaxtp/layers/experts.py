@@ -10,7 +10,8 @@ one all-to-all there and one back. Along one on which tokens are replicated, tp,
 device works for the experts that it has, and one all-reduce sums the results, as in a dense MLP.
 
 Shape suffixes: N tokens of one device, K experts chosen for each, E experts, C their capacity, D
-hidden size, F width of an expert, S slots (experts x capacity), B batch, T tokens of a sequence.
+hidden size, F width of an expert, S slots (experts x capacity), W devices that exchange tokens (E
+is then what each has), B batch, T tokens of a sequence.
 """
 
 import dataclasses
@@ -382,69 +383,62 @@ _later_rounds.defvjp(_later_forward, _later_backward)
 def _round(static: _Static, size: int, first: jax.Array, queue: Queue, inputs: Inputs) -> jax.Array:
     """Results of the tokens at places `first` to `first + size` of each expert's queue, (N, D)."""
     x_ND, weights_NK, experts = inputs
-    own = _own(static)
-    places = queue.starts[own][:, None] + first + jnp.arange(size)[None]
-    ends = queue.starts[own + 1][:, None]
-    nobody = queue.order.size
-    source = jnp.where(places < ends, queue.order[jnp.minimum(places, nobody - 1)], nobody)
-    # A token finds its own slot: rows of experts that are elsewhere do not exist.
-    row_E = jnp.full(static.num_experts, len(own)).at[own].set(jnp.arange(len(own)))
-    rank_NK = queue.rank_NK - first
-    is_here_NK = (rank_NK >= 0) & (rank_NK < size)
-    slot_NK = jnp.where(is_here_NK, row_E[queue.index_NK] * size + rank_NK, len(own) * size)
-    moves = Moves(source.reshape(-1), slot_NK)
+    ways = static.layout.size(static.layout.exchanged)
+    moves = Moves.of(queue, _own(static).reshape(ways, -1), first, size)
 
-    x_ECD = to_slots(x_ND, moves).reshape(len(own), size, -1)
-    w_EC = weights_to_slots(weights_NK, moves).reshape(len(own), size)
-    is_long = x_ECD.size * x_ECD.dtype.itemsize >= PIECES * LEAST_BYTES and static.layout.exchanged
+    x_WCED = to_slots(x_ND, moves).reshape(ways, size, -1, x_ND.shape[1])
+    w_WCE = weights_to_slots(weights_NK, moves).reshape(x_WCED.shape[:3])
+    is_long = x_WCED.nbytes >= PIECES * LEAST_BYTES and ways > 1
     cuts = [size * piece // PIECES for piece in range(1, PIECES)] if is_long else []
-    parts = zip(jnp.split(x_ECD, cuts, axis=1), jnp.split(w_EC, cuts, axis=1), strict=True)
-    y_ECD = jnp.concatenate([_there_and_back(static, x, w, experts) for x, w in parts], axis=1)
-    return from_slots(y_ECD.reshape(len(own) * size, -1), moves)
+    parts = zip(jnp.split(x_WCED, cuts, axis=1), jnp.split(w_WCE, cuts, axis=1), strict=True)
+    y_WCED = jnp.concatenate([_there_and_back(static, x, w, experts) for x, w in parts], axis=1)
+    return from_slots(y_WCED.reshape(-1, x_ND.shape[1]), moves)
 
 
 def _there_and_back(
-    static: _Static, x_ECD: jax.Array, w_EC: jax.Array, experts: ExpertWeights
+    static: _Static, x_WCED: jax.Array, w_WCE: jax.Array, experts: ExpertWeights
 ) -> jax.Array:
     """What experts make of some slots of each of them, wherever they are.
 
     Weights travel with their tokens: their gradient then needs what an expert makes of a token
     where the expert is, and a layer that is recomputed has no way back to take again.
     """
-    exchanged = static.layout.exchanged
-    if not exchanged:
-        return _products(static, x_ECD, w_EC, experts)
-    x_ECD, w_EC = (jax.lax.all_to_all(x, exchanged, 0, 1, tiled=True) for x in (x_ECD, w_EC))
-    y_ECD = _products(static, x_ECD, w_EC, experts)
-    return jax.lax.all_to_all(y_ECD, exchanged, 1, 0, tiled=True)
+    shape, exchanged = x_WCED.shape, static.layout.exchanged
+    if exchanged:
+        x_WCED, w_WCE = (
+            jax.lax.all_to_all(x, exchanged, 0, 0, tiled=True) for x in (x_WCED, w_WCE)
+        )
+    x_CED, w_CE = x_WCED.reshape(-1, *shape[2:]), w_WCE.reshape(-1, shape[2])
+    y_WCED = _products(static, x_CED, w_CE, experts).reshape(shape)
+    return jax.lax.all_to_all(y_WCED, exchanged, 0, 0, tiled=True) if exchanged else y_WCED
 
 
 def _products(
-    static: _Static, x_ECD: jax.Array, w_EC: jax.Array, experts: ExpertWeights
+    static: _Static, x_CED: jax.Array, w_CE: jax.Array, experts: ExpertWeights
 ) -> jax.Array:
     """What the experts of a device make of their tokens, times the weights of these.
 
     A part of the sum if `inner` is split.
     """
-    gate_ECF = _product(x_ECD, experts.gate_EDF, experts.gate_scale_EF)
-    up_ECF = _product(x_ECD, experts.up_EDF, experts.up_scale_EF)
+    gate_CEF = _product(x_CED, experts.gate_EDF, experts.gate_scale_EF)
+    up_CEF = _product(x_CED, experts.up_EDF, experts.up_scale_EF)
     if experts.gate_EF is not None and experts.up_EF is not None:
-        gate_ECF, up_ECF = gate_ECF + experts.gate_EF[:, None], up_ECF + experts.up_EF[:, None]
+        gate_CEF, up_CEF = gate_CEF + experts.gate_EF[None], up_CEF + experts.up_EF[None]
     # In front of the last product: there it is part of a pass over memory that is made anyway.
-    inner_ECF = static.gate(gate_ECF, up_ECF).astype(jnp.float32) * w_EC[..., None]
-    inner_ECF = inner_ECF.astype(x_ECD.dtype)
-    y_ECD = _product(inner_ECF, experts.down_EFD, experts.down_scale_ED)
+    inner_CEF = static.gate(gate_CEF, up_CEF).astype(jnp.float32) * w_CE[..., None]
+    inner_CEF = inner_CEF.astype(x_CED.dtype)
+    y_CED = _product(inner_CEF, experts.down_EFD, experts.down_scale_ED)
     if experts.down_ED is None:
-        return y_ECD
+        return y_CED
     bias_ED = experts.down_ED
     if static.layout.inner:  # added by one of the devices that hold parts of the sum
         bias_ED = bias_ED * (jax.lax.axis_index(static.layout.inner) == 0)
-    return y_ECD + (bias_ED[:, None] * w_EC[..., None]).astype(y_ECD.dtype)
+    return y_CED + (bias_ED[None] * w_CE[..., None]).astype(y_CED.dtype)
 
 
-def _product(x_ECI: jax.Array, w_EIO: jax.Array, scale_EO: jax.Array | None) -> jax.Array:
+def _product(x_CEI: jax.Array, w_EIO: jax.Array, scale_EO: jax.Array | None) -> jax.Array:
     """Each expert's product of its tokens, in their type; integers are scaled behind it."""
-    out_ECO = jnp.einsum("eci,eio->eco", x_ECI, w_EIO.astype(x_ECI.dtype))
+    out_CEO = jnp.einsum("cei,eio->ceo", x_CEI, w_EIO.astype(x_CEI.dtype))
     if scale_EO is None:
-        return out_ECO
-    return (out_ECO.astype(jnp.float32) * scale_EO[:, None]).astype(out_ECO.dtype)
+        return out_CEO
+    return (out_CEO.astype(jnp.float32) * scale_EO[None]).astype(out_CEO.dtype)

@@ -54,6 +54,35 @@ class Moves(NamedTuple):
     source_S: jax.Array
     slot_NK: jax.Array
 
+    @classmethod
+    def of(cls, queue: Queue, own_WE: jax.Array, first: jax.Array, size: int) -> "Moves":
+        """Of the places `first` to `first + size` in the queues of some experts.
+
+        For each device there is a slot of every expert that it has, then the next of each. What
+        other devices send is then in the order of the products, for which tokens of one expert may
+        lie apart by any stride; with the slots of an expert together it would have to be copied.
+
+        Args:
+            queue: Of all experts.
+            own_WE: Those that there are slots of, for every device that has some.
+            first: The first place.
+            size: How many places.
+        """
+        own, num_own = own_WE.reshape(-1), own_WE.shape[1]
+        places = queue.starts[own][:, None] + first + jnp.arange(size)[None]
+        ends = queue.starts[own + 1][:, None]
+        nobody = queue.order.size
+        source = jnp.where(places < ends, queue.order[jnp.minimum(places, nobody - 1)], nobody)
+        source_WEC = source.reshape(*own_WE.shape, size)
+        # A token finds its own slot: rows of experts that are elsewhere do not exist.
+        row_E = jnp.full(len(queue.starts) - 1, len(own)).at[own].set(jnp.arange(len(own)))
+        rank_NK = queue.rank_NK - first
+        is_here_NK = (rank_NK >= 0) & (rank_NK < size)
+        device_NK, expert_NK = jnp.divmod(row_E[queue.index_NK], num_own)
+        slot_NK = (device_NK * size + rank_NK) * num_own + expert_NK
+        slot_NK = jnp.where(is_here_NK & (device_NK < len(own_WE)), slot_NK, source.size)
+        return cls(source_WEC.swapaxes(1, 2).reshape(-1), slot_NK)
+
     @property
     def token_S(self) -> jax.Array:
         """The token that a slot holds."""

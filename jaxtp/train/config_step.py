@@ -28,8 +28,9 @@ OF_EXPERTS: Mapping[str, Value] = {
     # experts in one message would wait for the last of their products, and little is left of the
     # layer to pass them beside.
     "xla_gpu_reduce_scatter_combine_threshold_bytes": 8 * MIB,
-    # Experts' weights are gathered beside all-to-alls of their tokens, which take another link.
-    "xla_gpu_experimental_parallel_collective_overlap_limit": 2,
+    # Experts' weights are gathered beside all-to-alls of their tokens, which take another link: two
+    # gathers on their way leave room for one of these.
+    "xla_gpu_experimental_parallel_collective_overlap_limit": 3,
 }
 """Options of models with experts, where none are asked for."""
 
