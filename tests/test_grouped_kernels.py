@@ -1,6 +1,7 @@
 """Gradients of kernels of grouped convolutions, which XLA sums over too many devices."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -67,6 +68,11 @@ def test_a_step_sums_them_over_rows_alone():
     params, x = make(layers=(2,))
     mesh = jaxtp.make_mesh(dp=2, tp=4)
     plan = jaxtp.make_plan(params, mesh, fn=scanned, inputs=(x,))
+    assert re.match(
+        r"grouped convolutions at test_grouped_kernels.py:\d+ .*4 times", plan.notes[-1]
+    )
+    alone = jaxtp.make_plan(params, {"dp": 1, "tp": 4}, fn=scanned, inputs=(x,))
+    assert not any("grouped" in note for note in alone.notes)
 
     def step(params, x):
         grads = jax.grad(functools.partial(loss, scanned))(params, x)

@@ -24,6 +24,7 @@ from jaxtp.rules import (
     fallback,
     fsdp,
     fused,
+    grouped_kernels,
     names,
     pipeline,
     resolve,
@@ -127,7 +128,7 @@ def make_plan(
         policy=policy,
         zero=zero,
         stages=stages,
-        notes=(*written.notes, *found),
+        notes=(*written.notes, *found, *grouped_kernels.notes(traced.analysis, shape)),
     )
     if traced.analysis is None:
         return plan
