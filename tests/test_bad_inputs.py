@@ -3,6 +3,7 @@
 A row is a call and the code of its error. Rows are cheap: tiny trees, shapes where shapes will do.
 """
 
+import re
 from pathlib import Path
 
 import jax
@@ -473,8 +474,17 @@ def a_dump(config):
     return jaxtp.dump_tree(TREE, "never", config)
 
 
-def an_answer(model):
-    return jaxtp.generate(model, [[1]])
+def a_load(**given):
+    return jaxtp.load_hf(HF, mesh(), **given)
+
+
+def a_restore(**given):
+    return FOLDER.restore(TREE, **given)
+
+
+def an_answer(**given):
+    asked = {"model": jaxtp.models.abstract("llama-tiny"), "prompts": [[1]], **given}
+    return jaxtp.generate(**asked)
 
 
 def a_watchdog(seconds=60, **given):
@@ -583,6 +593,15 @@ def of_kinds():
         ("search", search, "on_progress", NO_FUNCTION, "TP132"),
         ("search", search, "target", [None, 4, ["h100:1x8"]], "TP132"),
         ("generate", an_answer, "model", [None, 4, "llama", TREE], "TP020"),
+        ("generate", an_answer, "key", [4, "x", np.ones(2), np.ones((2, 2), np.uint32)], "TP020"),
+        ("load_hf", a_load, "plan", [4, "x", SIZES], "TP045"),
+        ("load_hf", a_load, "remat", [None, True, "all", [], np.ones(2)], "TP020"),
+        ("load_hf", a_load, "attention_implementation", [None, "flash", np.ones(2)], "TP020"),
+        ("load_hf", a_load, "quantize", [None, 8, "int2", np.ones(2)], "TP020"),
+        ("load_hf", a_load, "progress", [None, 1, "no", np.ones(2)], "TP020"),
+        ("restore", a_restore, "plan", [4, "x", SIZES], "TP045"),
+        ("restore", a_restore, "step", ["1", 1.0, True, np.ones(2)], "TP090"),
+        ("restore", a_restore, "state_overrides", [4, "x", ["ema"]], "TP020"),
         ("make_plan", lambda leaf: plan({**TREE, "n": leaf}), "leaf", [2**70, -(2**70)], "TP046"),
     ]  # fmt: skip
     for name, call, argument, values, code in calls:
@@ -603,7 +622,8 @@ def of_kinds():
         yield f"batch of {what}", lambda b=bad: jaxtp.shard_batch(b, mesh()), "TP046"
 
 
-ROWS = {what: (call, code) for what, call, code in table()}
+# Without addresses of objects: names are the same in every process.
+ROWS = {re.sub(r" at 0x\w*", "", what): (call, code) for what, call, code in table()}
 
 
 @pytest.mark.parametrize("what", ROWS)

@@ -69,6 +69,13 @@ class Answer:
 COUNT = Kind(is_whole, "an integer, 1 or more", BadPrompt)
 
 
+def _is_key(value: Any) -> bool:
+    dtype = getattr(value, "dtype", None)
+    if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return value.ndim == 0
+    return dtype == np.uint32 and value.ndim == 1
+
+
 @checked(
     model=instance(Decoder, takes="a model from jaxtp.load_hf or jaxtp.models.build"),
     prompts=Kind(
@@ -80,7 +87,7 @@ COUNT = Kind(is_whole, "an integer, 1 or more", BadPrompt)
     stop=several(TEXT, 'a list of texts: ["\\n"]'),
     end_tokens=several(whole(0), "a list of token ids"),
     samples=COUNT,
-    key=Kind(lambda value: hasattr(value, "dtype"), "a key: jax.random.key(0)").or_none(),
+    key=Kind(_is_key, "a key: jax.random.key(0)").or_none(),
     tokenizer=Kind(
         lambda value: hasattr(value, "encode") and hasattr(value, "decode"),
         "an object with encode(text) and decode(tokens)",

@@ -20,6 +20,7 @@ from jax.experimental import multihost_utils
 
 from jaxtp.config.named_files import as_folder
 from jaxtp.errors import BadCheckpoint, BadConfig, CommunicationTimeout, JaxtpError, join, warn
+from jaxtp.errors.arguments import MAPPING, Kind, checked
 from jaxtp.io import checkpoint_arrays, checkpoint_metadata, stores
 from jaxtp.io.checkpoint_arrays import StoredArray, damaged
 from jaxtp.io.fingerprint import fingerprints
@@ -28,7 +29,7 @@ from jaxtp.mesh.axes import is_count
 from jaxtp.mesh.build import auto_context
 from jaxtp.placement.arrays import refuse_donated
 from jaxtp.placement.train_state import Overrides
-from jaxtp.plan.decisions import Plan, check_plan
+from jaxtp.plan.decisions import A_PLAN, Plan, check_plan
 from jaxtp.plan.trees import PyTree, leaves, map_with_path, shape_dtype
 from jaxtp.processes.lost_peer import sign_of_lost_peer
 
@@ -156,6 +157,11 @@ class Checkpoints:
                 )
             manager.save(step, args=ocp.args.Composite(**items))
 
+    @checked(
+        plan=A_PLAN.or_none(),
+        step=Kind(is_count, "a step of steps()", BadCheckpoint).or_none(),
+        state_overrides=MAPPING.or_none(),
+    )
     def restore(
         self,
         like: State,
@@ -178,6 +184,8 @@ class Checkpoints:
         Raises:
             BadCheckpoint: TP090, if there is none, or none that can be read.
             CheckpointMismatch: TP091, if paths, shapes or dtypes are not those of `like`.
+            PlanMismatch: TP045, for a `plan` that is none.
+            BadConfig: TP020, for `state_overrides` that are no dict.
         """
         numbers = self.steps()
         if step is not None:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from jaxtp.config.named_files import as_folder
 from jaxtp.errors import BadWeights, Problems, join
+from jaxtp.errors.arguments import FLAG, checked, one_of
 from jaxtp.io.assemble import ParameterSource, assemble
 from jaxtp.io.hf.adapters import adapter_sources, read_lora
 from jaxtp.io.hf.config import family_of, read_fields
@@ -28,6 +29,7 @@ from jaxtp.io.hf.quantized import alone, place_kernel
 from jaxtp.io.json_text import read_json
 from jaxtp.io.progress import byte_bar
 from jaxtp.io.safetensors import StoredTensor
+from jaxtp.layers.recomputation import REMAT
 from jaxtp.mesh.axes import MeshShape
 from jaxtp.mesh.build import auto_context, plan_mesh
 from jaxtp.models import Config, Decoder, abstract
@@ -37,7 +39,7 @@ from jaxtp.models.published import BUFFERS, HEAD, Storage, Stored, storages
 from jaxtp.models.quantized import check_kind
 from jaxtp.placement.arrays import plan_for
 from jaxtp.placement.train_state import slots
-from jaxtp.plan.decisions import Plan
+from jaxtp.plan.decisions import A_PLAN, Plan
 from jaxtp.plan.trees import FlatTree, flatten
 
 FLOATS = ("float32", "bfloat16", "float16")
@@ -49,6 +51,13 @@ NUM_THREADS = 8
 """Reads in flight; enough for NVMe and for network file systems."""
 
 
+@checked(
+    plan=A_PLAN.or_none(),
+    remat=one_of(*REMAT),
+    attention_implementation=one_of("auto", "xla", "cudnn"),
+    quantize=one_of("none", "int8", "int4"),
+    progress=FLAG,
+)
 def load_hf(
     folder: str | Path,
     mesh: Any,
@@ -92,7 +101,9 @@ def load_hf(
     Raises:
         UnsupportedModel: TP096, if the config asks for something that our models do not compute.
         BadWeights: TP095, if files are damaged, or hold other tensors than the config asks for.
-        BadConfig: TP020, for another `quantize`, or if qwix is not installed.
+        BadConfig: TP020, for another `remat`, `attention_implementation`, `quantize` or `progress`,
+            or if qwix is not installed.
+        PlanMismatch: TP045, for a `plan` that is none.
         BadUsage: TP132, for what names no folder.
         JaxtpError: whatever `make_plan` and `jaxtp.shard` raise.
     """
