@@ -5,6 +5,7 @@ import warnings
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 from rounding import assert_close
@@ -322,5 +323,6 @@ def test_the_gpu_program_moves_the_floor_beside_products():
 
 
 def test_overlap_has_two_values():
+    plan = jaxtp.make_plan({"up": {"kernel": np.zeros((8, 32))}}, {"tp": 2})
     with pytest.raises(BadOption, match="TP110"):
-        parallelize(lambda p, x: x, None, overlap="on")
+        parallelize(lambda p, x: x, plan, overlap="on")

@@ -59,7 +59,7 @@ Box = tuple[tuple[int, int], ...]
 """(start, stop) in elements of each dim."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class StoredTensor:
     """Where one tensor lies.
 
@@ -77,7 +77,7 @@ class StoredTensor:
     file: Path
     start: int
 
-    @property
+    @functools.cached_property
     def num_bytes(self) -> int:
         """Bytes of the whole tensor."""
         return math.prod(self.shape) * _itemsize(self.dtype)
