@@ -132,6 +132,7 @@ def numbers(folder):
     return handler.restore(folder / "state", args=ocp.args.StandardRestore(like))
 
 
+@pytest.mark.timeout(900)
 def test_twenty_kills_change_nothing(runs):
     chance = random.Random(0)
     points = list(itertools.islice(itertools.cycle(POINTS), KILLS))
