@@ -153,11 +153,12 @@ def verify(
         with tracing(inputs, NO_GRADIENTS if gradients else NO_PROGRAM):
             program = jax.make_jaxpr(run, static_argnums=0)((), plain, given)
         allowed = _coarsest(program.jaxpr) ** 0.5
+        has_groups = sums_kernels(program)
         want = jax.device_get(jitted((), plain, given))[::2]
         _check_finite(want)
         for wide, plan in plans:
             placed = as_pytree(shard(rebuild(plain), wide, plan=plan))[0]
-            sharded = _over_rows(run, wide, plan) if sums_kernels(program) else jitted
+            sharded = _over_rows(run, wide, plan) if has_groups else jitted
             batch = shard_batch(given, wide, axis_names=names)
             out, leaking, grads = sharded(_layers(plan), placed, batch)
             _check_masked(bool(leaking), plan)
