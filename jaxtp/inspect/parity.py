@@ -152,8 +152,7 @@ def verify(
         plans = _plans(params, mesh, options)
         with tracing(inputs, NO_GRADIENTS if gradients else NO_PROGRAM):
             program = jax.make_jaxpr(run, static_argnums=0)((), plain, given)
-        allowed = _coarsest(program.jaxpr) ** 0.5
-        has_groups = sums_kernels(program)
+        allowed, has_groups = _coarsest(program.jaxpr) ** 0.5, sums_kernels(program)
         want = jax.device_get(jitted((), plain, given))[::2]
         _check_finite(want)
         for wide, plan in plans:
