@@ -139,13 +139,13 @@ def _header_json(file: Path) -> tuple[dict[str, Any], int, int]:
 
 def _tensor(file: Path, name: str, entry: Any, start: int, size: int) -> StoredTensor:
     """One entry of a header, checked alone; `start` is where the file's tensors begin."""
-    tensor = StoredTensor(name, "uint8", (), file, start)
     fields = entry if isinstance(entry, dict) else {}
     code, shape, span = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
+    blank = functools.partial(StoredTensor, name, "uint8", (), file, start)
     if not (isinstance(code, str) and _are_counts(shape) and _are_counts(span) and len(span) == 2):
-        raise tensor.bad("has no dtype, shape and data_offsets of the right form")
+        raise blank().bad("has no dtype, shape and data_offsets of the right form")
     if code not in DTYPES:
-        raise tensor.bad(f"is of type {code!r}", fix=f"known types: {join(DTYPES, limit=20)}")
+        raise blank().bad(f"is of type {code!r}", fix=f"known types: {join(DTYPES, limit=20)}")
     first, last = span
     tensor = StoredTensor(name, DTYPES[code], tuple(shape), file, start + first)
     if not first <= last <= size - start:
@@ -157,10 +157,12 @@ def _tensor(file: Path, name: str, entry: Any, start: int, size: int) -> StoredT
 
 def _are_counts(numbers: Any) -> TypeGuard[list[int]]:
     # A JSON true is a Python int too. Products of more and larger ones than these take minutes.
+    # No generator: a header has some 100,000 of these lists.
     return (
         isinstance(numbers, list)
         and len(numbers) <= MOST_DIMS
-        and all(type(n) is int and 0 <= n < 2**63 for n in numbers)
+        and {*map(type, numbers)} <= {int}
+        and 0 <= min(numbers, default=0) <= max(numbers, default=0) < 2**63
     )
 
 
