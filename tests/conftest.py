@@ -1,5 +1,6 @@
 """The harness simulates eight devices by itself; no test depends on the caller's environment."""
 
+import gc
 import os
 
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
@@ -19,6 +20,10 @@ from hypothesis import HealthCheck, settings
 
 jax.config.update("jax_num_cpu_devices", 8)  # refused once a backend exists, so it stands here
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# Tracing makes objects by the million, few of them in circles: a tenth of the suite's time was
+# spent looking for these.
+gc.set_threshold(50_000, 20, 20)
 
 # How long an example takes is a matter of the machine, and of what the first of a process imports.
 settings.register_profile(
@@ -51,3 +56,7 @@ def pytest_collection_modifyitems(config, items):
         left = [item for item in items if named.get(item) in beyond]
         config.hook.pytest_deselected(items=left)
         items[:] = [item for item in items if named.get(item) not in beyond]
+
+
+def pytest_collection_finish():
+    gc.freeze()  # modules and tests live to the end
