@@ -178,8 +178,8 @@ def table():
             yield f"{name}={bad!r:.12}", lambda n=name, b=bad: plan(QKVO, **{n: b}), "TP020"
         yield f"{name}=-8", lambda n=name: plan(QKVO, **{n: -8}), "TP003"
     yield "heads over kv heads", lambda: plan(QKVO, heads=8, kv_heads=3), "TP003"
-    for bad in ("config.json", b"config.json", 8, 2.5, [8], (8,)):
-        yield f"config={bad!r}", lambda bad=bad: plan(config=bad), "TP020"
+    for bad in ("config.json", b"config.json", 8, 2.5, [8], (8,), {8}, len, dict, re):
+        yield f"config={getattr(bad, '__name__', bad)!r}", lambda bad=bad: plan(config=bad), "TP020"
     for bad in ("8", 8.0, NAN, "eight"):
         for key in ("num_attention_heads", "hidden_size", "vocab_size", "num_key_value_heads"):
             yield f"config {key}={bad!r}", lambda k=key, b=bad: plan(config={k: b}), "TP020"

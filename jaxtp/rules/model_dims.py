@@ -1,6 +1,7 @@
 """Sizes of a model: what the user or a config object says about heads, widths and vocabulary."""
 
 import dataclasses
+import inspect
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -21,6 +22,9 @@ SPELLINGS: dict[str, tuple[str, ...]] = {
     "chosen": ("num_experts_per_tok", "num_experts_per_token", "moe_top_k"),
     "layers": ("num_hidden_layers", "num_layers", "n_layer", "n_layers"),
 }
+
+NOT_CONFIGS = (str, bytes, int, float, list, tuple, set, frozenset, os.PathLike)
+"""What people give for a config that has no sizes by name."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -80,13 +84,16 @@ class ModelDims:
             SizeMismatch: TP003, if query heads are not a multiple of kv heads, or a size is
                 negative.
         """
-        if isinstance(config, str | bytes | int | float | list | tuple | os.PathLike):
+        plain = isinstance(config, NOT_CONFIGS)
+        found = {} if plain else {field: _read(config, names) for field, names in SPELLINGS.items()}
+        # A class or a module of settings says sizes too; one that says none is a mistake.
+        code = inspect.isroutine(config) or inspect.isclass(config) or inspect.ismodule(config)
+        if plain or (code and not any(found.values())):
             raise BadConfig(
                 f"is a {type(config).__name__}: {config!r:.60}",
                 where="config",
                 fix="the loaded config, not its file: an object or a dict with num_attention_heads",
             )
-        found = {field: _read(config, names) for field, names in SPELLINGS.items()}
         given = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
         for name, value in given.items():
             if value is not None and not is_count(value):
