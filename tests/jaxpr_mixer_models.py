@@ -35,6 +35,25 @@ def plain_mlp(s: Sizes) -> Case:
 
 
 @model
+def scores(s: Sizes) -> Case:
+    """Two critics, one number a row each: a kernel with one output is the second of its pair."""
+    inner = 2 * s.ffn
+
+    def fn(p, x):
+        first = jax.nn.relu(x @ p["a"]) @ p["b"]
+        return first[..., 0], jnp.tanh(x @ p["c"]) @ p["d"]
+
+    params = {
+        "a": f32(s.width, inner),
+        "b": f32(inner, 1),
+        "c": f32(s.width, inner),
+        "d": f32(inner),
+    }
+    expected = {"a": (1, (inner,)), "b": (0, (inner,)), "c": (1, (inner,)), "d": (0, (inner,))}
+    return Case(fn, params, (f32(s.batch, s.width),), expected)
+
+
+@model
 def square_chain(s: Sizes) -> Case:
     """Four square kernels without a residual: two column/row pairs cover all of them."""
 

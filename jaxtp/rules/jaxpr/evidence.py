@@ -125,7 +125,7 @@ class Evidence:
         """
         wide = any(_elements(fact.free) > _elements(fact.summed) for fact in known.produced)
         return wide and any(
-            _elements(fact.summed) >= _elements(fact.free) > 1
+            _elements(fact.summed) >= _elements(fact.free)
             and all(self._read_by_kernels(free) for free in classes_in(fact.free))
             for fact in known.contracted
         )
