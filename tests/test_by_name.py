@@ -167,6 +167,22 @@ def test_plans_nest_and_end_with_their_block():
     assert constrain(x, "residual") is x
 
 
+@pytest.mark.parametrize(
+    ("axes", "want"), [({"dp"}, (None, None, TP)), ({"dp", *TP}, None)], ids=["dp", "all"]
+)
+def test_inside_a_shard_map_the_other_axes_are_left_to_say(axes, want):
+    plan, mesh = plan_on(FACTORED)
+    x = jnp.arange(4 * 8 * 16.0).reshape(4, 8, 16)
+    spec = PartitionSpec("dp")
+    specs = {"in_specs": spec, "out_specs": spec, "axis_names": axes, "check_vma": False}
+    seen = jax.shard_map(lambda x: constrain(2 * x, "mlp"), mesh=mesh, **specs)
+    with use_plan(plan, mesh):
+        (inner,) = [e.params["jaxpr"] for e in jax.make_jaxpr(seen)(x).eqns]
+        np.testing.assert_array_equal(jax.jit(seen)(x), 2 * x)
+    found = [tuple(e.params["sharding"].spec) for e in inner.eqns if "sharding" in e.params]
+    assert found == ([] if want is None else [want])
+
+
 def test_constraints_hold_inside_a_shard_map_over_stages():
     shape = MeshShape.of({"pp": 2, "tp": 4})
     plan, mesh = plan_on(shape)

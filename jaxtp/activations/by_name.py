@@ -264,7 +264,7 @@ def constrain(x: jax.Array, name: str, units: Sequence[int] | None = None) -> ja
             fix="pass the value with its batch dim; leave dims that vmap adds to vmap",
         )
     active = active_plan()
-    if active is None:
+    if active is None or not set(active.here.axis_names) - set(active.here.manual_axes):
         return x
     entries = (_entry(active, dim, size, units) for dim, size in zip(dims, x.shape, strict=True))
     return active.place(x, *entries)
@@ -299,7 +299,11 @@ def spread(w: jax.Array, name: str, units: Sequence[int]) -> jax.Array:
 
 
 def _entry(active: ActivePlan, dim: str, size: int, units: Sequence[int] | None) -> object:
-    """The PartitionSpec entry of one dim of `size` elements."""
+    """The PartitionSpec entry of one dim of `size` elements.
+
+    Inside a `shard_map` these are of a device's own part along the axes that it is manual over,
+    which say no more about it.
+    """
     axes = {
         REPLICATED: (),
         BATCH: active.batch,
@@ -309,6 +313,7 @@ def _entry(active: ActivePlan, dim: str, size: int, units: Sequence[int] | None)
     }[dim]
     if dim == BATCH and size % active.shape.ways(axes):
         axes = active.shape.batch
+    axes = tuple(axis for axis in axes if axis not in active.here.manual_axes)
     if not axes:
         return None
     # Inside jit an uneven constraint does not raise: XLA replicates the array, quietly. No
