@@ -10,7 +10,7 @@ import inspect
 import math
 import numbers
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, cast
+from typing import Any, TypeGuard, TypeVar, cast
 
 import numpy as np
 
@@ -93,7 +93,7 @@ def is_number(value: object) -> bool:
         return False
 
 
-def is_whole(value: object) -> bool:
+def is_whole(value: object) -> TypeGuard[int]:
     """Whether a value is a whole number, of Python or NumPy, that 64 bits hold: not True."""
     return isinstance(value, numbers.Integral) and is_number(value) and abs(int(value)) < 2**63
 

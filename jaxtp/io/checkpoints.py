@@ -20,12 +20,11 @@ from jax.experimental import multihost_utils
 
 from jaxtp.config.named_files import as_folder
 from jaxtp.errors import BadCheckpoint, BadConfig, CommunicationTimeout, JaxtpError, join, warn
-from jaxtp.errors.arguments import MAPPING, Kind, checked
+from jaxtp.errors.arguments import MAPPING, Kind, checked, is_whole
 from jaxtp.io import checkpoint_arrays, checkpoint_metadata, stores
 from jaxtp.io.checkpoint_arrays import StoredArray, damaged
 from jaxtp.io.fingerprint import fingerprints
 from jaxtp.io.stores import Folder
-from jaxtp.mesh.axes import is_count
 from jaxtp.mesh.build import auto_context
 from jaxtp.placement.arrays import refuse_donated
 from jaxtp.placement.train_state import Overrides
@@ -86,7 +85,7 @@ class Checkpoints:
 
     def __init__(self, folder: Path | str, *, keep_last: int = 3) -> None:
         as_folder(folder)
-        if not is_count(keep_last) or keep_last < 1:
+        if not is_whole(keep_last) or keep_last < 1:
             raise BadConfig(f"is {keep_last!r}", where="keep_last", fix="an integer, 1 or more")
         self.folder, self.keep_last = stores.as_place(folder), keep_last
         self._manager: ocp.CheckpointManager | None = None
@@ -159,7 +158,7 @@ class Checkpoints:
 
     @checked(
         plan=A_PLAN.or_none(),
-        step=Kind(is_count, "a step of steps()", BadCheckpoint).or_none(),
+        step=Kind(is_whole, "a step of steps()", BadCheckpoint).or_none(),
         state_overrides=MAPPING.or_none(),
     )
     def restore(
@@ -328,7 +327,7 @@ def _agree(folder: Folder, *, is_read: bool) -> None:
 
 def _check_note(step: Any, extra: Any) -> None:
     """Refuses, before anything is written, what no checkpoint can have."""
-    if not is_count(step) or step < 0:
+    if not is_whole(step) or step < 0:
         raise BadCheckpoint(f"step {step!r} is no count of steps", fix="an integer, 0 or more")
     try:
         if not isinstance(extra, Mapping | None):

@@ -9,12 +9,10 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
-from typing import Any, TypeGuard, cast
-
-import numpy as np
+from typing import Any, cast
 
 from jaxtp.errors import BadMesh, NoTensorAxis, join
-from jaxtp.errors.arguments import NAMES, TEXT
+from jaxtp.errors.arguments import NAMES, TEXT, is_whole
 
 
 class Shards(StrEnum):
@@ -109,7 +107,7 @@ class MeshShape:
     def __post_init__(self) -> None:
         if not (
             _are_pairs(self.sizes, str)
-            and all(is_count(size) and size > 0 for _, size in self.sizes)
+            and all(is_whole(size) and size > 0 for _, size in self.sizes)
             and NAMES.accepts(self.tp)
             and TEXT.accepts(self.tp_name)
             and _are_pairs(self.others, Axis)
@@ -341,14 +339,9 @@ def _sizes(mesh: Any) -> dict[str, int]:
             fix='a jax Mesh such as jaxtp.make_mesh(tp=8), or sizes such as {"dp": 2, "tp": 4}',
         )
     sizes = {str(name): size for name, size in cast("Mapping[Any, Any]", shape).items()}
-    if bad := {name: size for name, size in sizes.items() if not is_count(size) or size < 1}:
+    if bad := {name: size for name, size in sizes.items() if not is_whole(size) or size < 1}:
         raise BadMesh(f"sizes {bad}", fix="each size is an integer, 1 or more")
     return {name: int(size) for name, size in sizes.items()}
-
-
-def is_count(value: object) -> TypeGuard[int]:
-    """Whether a value is a whole number: not text, not 2.0, not True."""
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def _names(axis_names: Any, sizes: Mapping[str, int]) -> dict[str, str]:

@@ -11,8 +11,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxtp.errors import BadMesh, IdleDevices, JaxtpError, join, warn
-from jaxtp.errors.arguments import Kind, checked, instance
-from jaxtp.mesh.axes import Axis, MeshShape, is_count
+from jaxtp.errors.arguments import Kind, checked, instance, is_whole
+from jaxtp.mesh.axes import Axis, MeshShape
 
 
 @checked(
@@ -91,7 +91,7 @@ def _asked(given: Mapping[str, Any]) -> dict[str, int]:
             f"no mesh axis is called {join(unknown)}",
             fix="the axes are " + join(f"{axis} ({axis.purpose})" for axis in Axis),
         )
-    if bad := {name: size for name, size in given.items() if not is_count(size)}:
+    if bad := {name: size for name, size in given.items() if not is_whole(size)}:
         raise BadMesh(
             f"sizes {bad} are not integers",
             fix="devices along the axis, 1 or more; or -1 for what the other axes leave",

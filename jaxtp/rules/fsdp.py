@@ -14,7 +14,8 @@ import math
 from collections.abc import Sequence
 
 from jaxtp.errors import BadConfig, join
-from jaxtp.mesh.axes import Axis, MeshShape, is_count
+from jaxtp.errors.arguments import is_whole
+from jaxtp.mesh.axes import Axis, MeshShape
 from jaxtp.plan.decisions import ParamDecision
 from jaxtp.rules.resolve import Claim
 from jaxtp.rules.roles import Role
@@ -47,7 +48,7 @@ def spread(
     """
     if stage is None:
         stage = 3 if mesh.name_of(Axis.FSDP) else 0
-    if not is_count(stage) or stage not in STAGES:
+    if not is_whole(stage) or stage not in STAGES:
         raise BadConfig(f"there is no ZeRO stage {stage!r}", where="zero", fix="0, 1, 2 or 3")
     if not mesh.zero or stage == 0:
         return 0, tuple(decisions)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxtp.errors import BadConfig, SizeMismatch
-from jaxtp.mesh.axes import is_count
+from jaxtp.errors.arguments import is_whole
 
 # One size, and how configuration classes spell it: Hugging Face's attribute names first, then the
 # abbreviations of GPT-2 (n_*), T5 (d_*), Falcon and MPT, and those of MaxText and t5x.
@@ -96,7 +96,7 @@ class ModelDims:
             )
         given = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
         for name, value in given.items():
-            if value is not None and not is_count(value):
+            if value is not None and not is_whole(value):
                 raise BadConfig(
                     f"is {value!r}, a {type(value).__name__}", where=name, fix="an integer"
                 )
@@ -116,7 +116,7 @@ def _read(config: Any, names: tuple[str, ...]) -> int:
     """The first of `names` that a config has as an integer, or 0."""
     for name in names:
         value = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
-        if is_count(value):
+        if is_whole(value):
             return int(value)
         if value is not None:
             raise BadConfig(

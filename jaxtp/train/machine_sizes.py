@@ -7,8 +7,8 @@ from typing import Any
 
 from jaxtp.config.settings import Config
 from jaxtp.errors import BadUsage, DoesNotFit, JaxtpError
+from jaxtp.errors.arguments import is_whole
 from jaxtp.hardware.gpus import Target
-from jaxtp.mesh.axes import is_count
 from jaxtp.train.mesh_search import search
 from jaxtp.train.search_result import Search
 
@@ -40,7 +40,7 @@ def smallest_machine(
         DoesNotFit: TP114, if no machine up to `max_gpus` will do; with what the largest one does.
         BadTarget: TP116, for the target.
     """
-    if not is_count(max_gpus) or max_gpus < 1:
+    if not is_whole(max_gpus) or max_gpus < 1:
         raise BadUsage(f"max_gpus is {max_gpus!r}", where="max_gpus", fix="GPUs, 1 or more")
     if not 0 <= tokens_per_day < math.inf:
         raise BadUsage(

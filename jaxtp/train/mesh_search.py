@@ -12,10 +12,10 @@ from jaxtp.cost.ranking import Candidate, Ranking, rank
 from jaxtp.cost.step import price
 from jaxtp.cost.strategy import AXES, ModelSizes, Strategy
 from jaxtp.errors import BadUsage, SizeMismatch
-from jaxtp.errors.arguments import FUNCTION, TEXT, Kind, checked, number
+from jaxtp.errors.arguments import FUNCTION, TEXT, Kind, checked, is_whole, number
 from jaxtp.hardware.gpus import Target
 from jaxtp.io.model_functions import is_model_function, own_model
-from jaxtp.mesh.axes import Axis, is_count
+from jaxtp.mesh.axes import Axis
 from jaxtp.models import LlamaConfig
 from jaxtp.train.attention import choose_attention, obstacle
 from jaxtp.train.fixed_settings import checked_fixed, fixed_fields
@@ -40,13 +40,13 @@ def check_sizes(batch: int, seq: int) -> None:
     Raises:
         BadUsage: TP132, for what is no whole number, 0 or more.
     """
-    if not is_count(batch) or not 0 <= batch < 2**31:
+    if not is_whole(batch) or not 0 <= batch < 2**31:
         raise BadUsage(
             f"batch is {batch!r}",
             where="batch",
             fix="sequences of the global batch, 1 or more; 0 for the file's",
         )
-    if not is_count(seq) or not 0 <= seq < 2**31:
+    if not is_whole(seq) or not 0 <= seq < 2**31:
         raise BadUsage(
             f"seq is {seq!r}",
             where="seq",
